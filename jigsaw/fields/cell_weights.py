@@ -23,6 +23,7 @@ Integers = NDArray[np.int64]
 _SAME_RING = 1e-4  # degrees by which latitudes of one ring may differ
 _SLIVER = 1e-9  # share of a cell: smaller ones are rounding errors
 _SINGLE = 2 * CIRCLE * float(np.finfo(np.float32).eps)  # degrees by which coordinates in float32 may be off
+_MOST_NOISE = 1e-3  # share of a cell, at most, that coordinates in float32 may make
 _BEYOND = 1e-3  # share of a target cell that the source need not cover
 
 
@@ -84,7 +85,10 @@ def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> Weigh
     value = np.bincount(place.reshape(-1), entries[2], len(keys))
     rows, columns = keys // size, keys % size
     sums = np.bincount(rows, value, int(np.prod(shape)))
-    kept = value > max(_SLIVER, _coordinate_noise(source, target) / _cell_width(target)) * sums[rows]
+    # what a point is off is a share of the cells that it lies between, and what an edge is off of the cell around it
+    width = _cell_width(target if method == "conservative" else source)
+    noise = min(_coordinate_noise(source, target) / width, _MOST_NOISE) if width else 0.0
+    kept = value > max(_SLIVER, noise) * sums[rows]
     rows, columns, value = rows[kept], columns[kept], value[kept]
     return WeightEntries(shape, source_shape, rows, columns, value / np.bincount(rows, value, len(sums))[rows])
 
@@ -113,7 +117,7 @@ def _cell_width(grid: CellsOrRows) -> float:
     if not isinstance(grid, CellPlaces):
         return float(min(np.diff(rows.edges).min() for rows in grid))
     area = np.ptp(np.sin(np.radians(grid.lat))) * np.ptp(np.radians(grid.lon % CIRCLE))
-    return max(float(np.degrees(np.sqrt(area / len(grid.lat)))), 1e-3)
+    return float(np.degrees(np.sqrt(area / len(grid.lat))))
 
 
 Entries = tuple[Integers, Integers, LatLonValues]  # targets, sources, weights or areas

@@ -305,6 +305,13 @@ def test_a_missing_value_stays_one_though_coordinates_are_rounded():
         torch.testing.assert_close(y.flatten(), x.flatten(), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+def test_a_station_lies_between_rounded_rows():
+    lat, lon = np.linspace(90, -90, 19).astype("f4"), np.arange(36, dtype="f4") * 10
+    x = torch.from_numpy(np.broadcast_to(lat[:, None] + np.zeros(36), (19, 36)).copy())
+    for place in (points([40.05], [3.02]), points([40.05, 40.05], [3.02, 3.02])):
+        torch.testing.assert_close(Regridder((lat, lon), place, "bilinear")(x), torch.from_numpy(place.lat).double())
+
+
 def test_targets_within_a_region_of_cells_are_found():
     source = points(*(x.ravel() for x in np.meshgrid(np.linspace(-1, 1, 7), np.linspace(-1.1, 1.1, 7))))
     draw = np.random.default_rng(0)

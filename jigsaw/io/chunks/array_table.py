@@ -178,7 +178,8 @@ class ArrayStore:
 def dtype_with_declared_sign(dtype: np.dtype[Any], attrs: Mapping[str, Any]) -> np.dtype[Any]:
     """Return the dtype of the stored values: by ``_Unsigned`` NetCDF-3 declares signs that its types lack."""
     declared = attrs.get("_Unsigned")
-    is_other = declared in (("true", "True") if dtype.kind == "i" else ("false", "False"))
+    words = ("true", "True") if dtype.kind == "i" else ("false", "False")
+    is_other = isinstance(declared, str) and declared in words
     other = {"i": "u", "u": "i"}.get(dtype.kind, dtype.kind) if is_other else dtype.kind
     return np.dtype(dtype.str.replace(dtype.kind, other))
 
