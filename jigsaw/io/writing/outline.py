@@ -66,7 +66,8 @@ class ArrayOutline:
             if numbers.dtype.kind in "fc" and stored.dtype.kind in "fc":
                 lost = np.isinf(stored) & ~np.isinf(numbers)
             else:
-                lost = stored.astype(numbers.dtype) != numbers
+                # a wide integer becomes another as float, and a negative one comes back from an unsigned dtype
+                lost = (stored != numbers) | (stored.astype(numbers.dtype) != numbers)
         if is_cut:
             lost |= np.imag(values) != 0
         if lost.any():
