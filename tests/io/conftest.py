@@ -6,9 +6,11 @@ from contextlib import suppress
 import pytest
 from globe_store import globe, write
 
-# iris brings a PROJ library and ecCodes another: loaded after ecCodes, pyproj's aborts the process when it ends
-with suppress(ModuleNotFoundError):
-    importlib.import_module("pyproj")
+# iris brings a PROJ library and ecCodes another: loaded after ecCodes, pyproj's aborts the process when it ends.
+# Where hdf5plugin is loaded after netCDF4, h5py cannot write Blosc by it.
+for each in ("pyproj", "hdf5plugin"):
+    with suppress(ModuleNotFoundError):
+        importlib.import_module(each)
 
 
 @pytest.fixture(scope="session")
