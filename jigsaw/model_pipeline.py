@@ -16,7 +16,6 @@ from jigsaw.comm.agreement import told_where_different
 from jigsaw.dryrun.pipeline_estimate import balanced_stages
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS, PIPE_AXIS
-from jigsaw.nn.weights import is_dtensor
 from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.gradients import has_gradient_hooks
 from jigsaw.parallel.parallelize import reduced_at_end
@@ -36,6 +35,7 @@ from jigsaw.stages.stage_plan import PaperModel, PipelinePlan
 from jigsaw.stages.stage_runner import StageBatch, StageRunner
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 def pipeline(

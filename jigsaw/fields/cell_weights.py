@@ -22,8 +22,8 @@ from jigsaw.geometry.healpix import healpix_cells_of_plane, healpix_corners
 Integers = NDArray[np.int64]
 _SAME_RING = 1e-4  # degrees by which latitudes of one ring may differ
 _SLIVER = 1e-9  # share of a cell: smaller ones are rounding errors
-_SINGLE = 2 * CIRCLE * float(np.finfo(np.float32).eps)  # degrees by which coordinates in float32 may be off
-_MOST_NOISE = 1e-3  # share of a cell, at most, that coordinates in float32 may make
+_NOISE_OF_FLOAT32 = 2 * CIRCLE * float(np.finfo(np.float32).eps)  # degrees by which such coordinates may be off
+_MOST_NOISE = 1e-3  # share of a cell: larger ones are kept, however rough the coordinates are
 _BEYOND = 1e-3  # share of a target cell that the source need not cover
 
 
@@ -85,7 +85,7 @@ def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> Weigh
     value = np.bincount(place.reshape(-1), entries[2], len(keys))
     rows, columns = keys // size, keys % size
     sums = np.bincount(rows, value, int(np.prod(shape)))
-    # what a point is off is a share of the cells that it lies between, and what an edge is off of the cell around it
+    # a point moves between cells of the source, an edge cuts those of the target
     width = _cell_width(target if method == "conservative" else source)
     noise = min(_coordinate_noise(source, target) / width, _MOST_NOISE) if width else 0.0
     kept = value > max(_SLIVER, noise) * sums[rows]
@@ -96,8 +96,8 @@ def cell_weights(source: CellsOrRows, target: CellsOrRows, method: str) -> Weigh
 def _coordinate_noise(*grids: CellsOrRows) -> float:
     """Return the degrees by which the coordinates of two grids may be off.
 
-    Those of cells are in float64. They come from float32 where this changes none, though some are fractions of many
-    digits.
+    Those of cells are in float64, and tell of themselves if they were stored in float32: then this changes none. Round
+    numbers, such as quarters of a degree, do not tell, and count as exact.
     """
     noise = 0.0
     for grid in grids:
@@ -106,7 +106,8 @@ def _coordinate_noise(*grids: CellsOrRows) -> float:
         elif grid.nside is None:
             degrees = np.concatenate([grid.lat, grid.lon])
             is_single = np.array_equal(degrees.astype(np.float32), degrees)
-            noise = max(noise, _SINGLE if is_single and (degrees * 1024 % 1 != 0).any() else 0.0)
+            are_round = not (degrees * 1024 % 1).any()
+            noise = max(noise, _NOISE_OF_FLOAT32 if is_single and not are_round else 0.0)
     return noise
 
 

@@ -35,13 +35,14 @@ from jigsaw.geometry.cut import Cut, box_shape, cut_points
 from jigsaw.geometry.layout import Layout, MeshCoordinate
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.slab_statistics import SlabPaused, SlabRun, SlabStatistic
-from jigsaw.nn.weights import call_with_tensors, is_dtensor
+from jigsaw.nn.weights import call_with_tensors
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, plain_operand
 from jigsaw.ops.random_numbers import random_states
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.ranks.slab_mesh import CHUNKED_NAME, SLAB_AXIS, RowsMissing, SlabMesh
 from jigsaw.tile.tile import Tile, shared_mesh, tiles_in
 from jigsaw.torch_internals.autograd import tensor_version
+from jigsaw.torch_internals.placements import is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 _Tensors = Sequence[Tensor]

@@ -35,7 +35,7 @@ from jigsaw.geometry.neighbors import Neighbors
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.cells.gather import gather_neighbors
 from jigsaw.nn.stencils.stencil import DimStencil, StencilPlan, empty_result, is_cut_or_haloed, plan_stencil
-from jigsaw.nn.weights import call_with_tensors, is_dtensor
+from jigsaw.nn.weights import call_with_tensors
 from jigsaw.ops.meeting.common_cuts import bring_together
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, plain_operand
 from jigsaw.ops.pointwise import replace_tensors
@@ -43,6 +43,7 @@ from jigsaw.ops.random_numbers import random_states
 from jigsaw.tile.noted_calls import described_arguments
 from jigsaw.tile.tile import Tile, tiles_in
 from jigsaw.torch_internals.autograd import tensor_version
+from jigsaw.torch_internals.placements import is_dtensor
 
 T = TypeVar("T")
 

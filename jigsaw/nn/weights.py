@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,9 +19,6 @@ from jigsaw.ranks.mesh import axes_of_mesh
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
 from jigsaw.torch_internals.placements import dim_and_parts, is_dtensor, read_whole_numbers
-
-if TYPE_CHECKING:
-    pass
 
 StoredWeight = Tensor | Tile
 

@@ -27,7 +27,7 @@ from jigsaw.comm import debug
 from jigsaw.comm.graph_calls import is_making_graph, ordered_calls, refused_in_graph
 from jigsaw.errors import ShardingError
 from jigsaw.geometry.layout import Layout
-from jigsaw.nn.weights import call_with_tensors, is_dtensor
+from jigsaw.nn.weights import call_with_tensors
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, averaged_over, graph_origins
 from jigsaw.parallel.graph_values import GraphValues
 from jigsaw.parallel.held_tensors import HeldChange, HeldTensors
@@ -35,6 +35,7 @@ from jigsaw.ranks.call_places import is_of_packages
 from jigsaw.tile.tile import Tile, leave_tile
 from jigsaw.torch_internals import pytree
 from jigsaw.torch_internals.autograd import own_buffers, own_parameters
+from jigsaw.torch_internals.placements import is_dtensor
 
 M = TypeVar("M", bound=nn.Module)
 

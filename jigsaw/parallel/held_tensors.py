@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from jigsaw.nn.weights import is_dtensor
 from jigsaw.tile.tile import Tile
 from jigsaw.torch_internals import pytree
+from jigsaw.torch_internals.placements import is_dtensor
 
 Holder = dict[Any, Any] | list[Any]
 

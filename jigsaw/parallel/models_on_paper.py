@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jigsaw.nn.weights import is_dtensor
 from jigsaw.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 def copy_without_values(model: nn.Module, mode: FakeTensorMode, device_type: str) -> nn.Module:

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.nn.weights import is_dtensor
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.channel_parallel import PlannedCut
 from jigsaw.parallel.gradients import axes_not_cutting
@@ -26,6 +25,7 @@ from jigsaw.stages.stage_calls import CallWatch
 from jigsaw.stages.stage_cuts import StageCuts, parallel_stage, stage_of_tensor
 from jigsaw.stages.stage_plan import PaperModel
 from jigsaw.stages.stage_runner import StageRunner
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 @dataclass(frozen=True)

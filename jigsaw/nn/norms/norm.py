@@ -25,19 +25,12 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import MeshCoordinate
 from jigsaw.nn.norms.standardize import is_whole_along, owned_along, standardize_tile
-from jigsaw.nn.weights import (
-    CALL_THE_MODEL,
-    CutLayer,
-    StoredWeight,
-    cut_parameter,
-    is_dtensor,
-    local_weight,
-    weight_layout,
-)
+from jigsaw.nn.weights import CALL_THE_MODEL, CutLayer, StoredWeight, cut_parameter, local_weight, weight_layout
 from jigsaw.ops.meeting.plain_operands import cut_entered_tensor, plain_operand
 from jigsaw.ops.reductions import elements_per_value, reducing_axes
 from jigsaw.ops.whole_strides import has_strides, is_whole_contiguous, suggested_format
 from jigsaw.tile.tile import Tile, implements_torch, in_own_memory
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 def _widened_tile(tile: Tile) -> Tile:

@@ -23,16 +23,9 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.axis_names import CHANNEL_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.linear import gathered_tokens
-from jigsaw.nn.weights import (
-    CutLayer,
-    StoredWeight,
-    cut_parameter,
-    gathered_weight,
-    is_dtensor,
-    local_weight,
-    weight_layout,
-)
+from jigsaw.nn.weights import CutLayer, StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 @implements_torch(F.embedding, either=("input", "weight"))

@@ -27,19 +27,12 @@ from jigsaw.geometry.layout import Layout
 from jigsaw.nn.products.contraction import plan_contraction
 from jigsaw.nn.rank_order import CutGroup, axes_of_cuts, bare_cuts, rearrange_rows, take_owned_rows
 from jigsaw.nn.shared_inputs import enter_in_parts, shared_results
-from jigsaw.nn.weights import (
-    CutLayer,
-    StoredWeight,
-    cut_parameter,
-    gathered_weight,
-    is_dtensor,
-    local_weight,
-    weight_layout,
-)
+from jigsaw.nn.weights import CutLayer, StoredWeight, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts, bring_together
 from jigsaw.ops.meeting.plain_operands import averaged_over
 from jigsaw.tile.tile import Tile, implements_torch, refusal_error
 from jigsaw.torch_internals.autograd import memory_id, saved_tensor_hooks, tensor_version
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 @implements_torch(F.linear, either=("input", "weight", "bias"))

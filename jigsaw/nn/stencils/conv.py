@@ -40,9 +40,10 @@ from jigsaw.nn.stencils.halo_conv import (
     read_transposed_convolution,
 )
 from jigsaw.nn.stencils.stencil import empty_result, gather_input_rows, plan_stencil
-from jigsaw.nn.weights import CutLayer, cut_parameter, gathered_weight, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import CutLayer, cut_parameter, gathered_weight, local_weight, weight_layout
 from jigsaw.ops.meeting.common_cuts import bring_to_cuts
 from jigsaw.tile.tile import Tile, implements_torch
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 def convolve(input: Tile, weight: Tensor, bias: Tensor | None, conv: ConvGeometry) -> Tile:

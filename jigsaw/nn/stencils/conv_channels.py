@@ -23,8 +23,9 @@ from jigsaw.geometry.cut import Cut, Interval, cut_points, whole_dim
 from jigsaw.geometry.layout import Layout
 from jigsaw.geometry.stencil_rules import ceil_div
 from jigsaw.nn.stencils.stencil import single_cut
-from jigsaw.nn.weights import CALL_THE_MODEL, is_dtensor, local_weight, weight_layout
+from jigsaw.nn.weights import CALL_THE_MODEL, local_weight, weight_layout
 from jigsaw.tile.tile import Tile
+from jigsaw.torch_internals.placements import is_dtensor
 
 
 @dataclass(frozen=True)
