@@ -48,7 +48,7 @@ from jigsaw.ops.meeting.common_cuts import REALIGN_KIND, RECUT_KIND
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK, hearing_repeats
 from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, planned_layers
 from jigsaw.parallel.channel_watcher import FoundPairs
-from jigsaw.parallel.gradients import local_part
+from jigsaw.parallel.gradient_buckets import local_part
 from jigsaw.parallel.parallelize import parallelize, reduced_at_end, reducer_of
 from jigsaw.parallel.sharding import ShardingOptions, WeightSharding
 from jigsaw.ranks.call_places import is_of_packages

@@ -34,7 +34,7 @@ from jigsaw.dryrun.kernel_clock import KernelCall
 from jigsaw.dryrun.known_values import KnownValues, has_real_values
 from jigsaw.dryrun.report import PHASES, PHASES_AGAIN
 from jigsaw.errors import ShardingError
-from jigsaw.parallel.gradients import local_part
+from jigsaw.parallel.gradient_buckets import local_part
 from jigsaw.ranks import call_places
 from jigsaw.ranks.model_world import job_rank
 from jigsaw.torch_internals import pytree

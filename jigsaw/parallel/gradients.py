@@ -1,5 +1,4 @@
-"""Reduction of each rank's part of a gradient to the whole one: buckets of parameters, reduced during the backward
-pass.
+"""Reduction of each rank's part of a gradient to the whole one, during the backward pass.
 
 A parameter whose gradient will be averaged is *marked*.  Where it meets a Tile its part is scaled up by the number of
 ranks (`jigsaw.ops.meeting.plain_operands`). So the mean over the ranks is the gradient.  Where it meets only plain
@@ -11,9 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations, groupby
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from jigsaw import comm
 from jigsaw.comm.connections import connect_sums
-from jigsaw.comm.wire_values import is_on_accelerator, lie_in_one_memory, values_on_device
 from jigsaw.errors import ShardingError
 from jigsaw.ops.into_torch.reentrant import (
     at_end_of_pass,
@@ -33,13 +29,12 @@ from jigsaw.ops.into_torch.reentrant import (
     is_taken_from_pass,
     outermost_pass,
 )
-from jigsaw.ops.meeting.gradient_blocks import TravelingBlock, record_blocks, recorded_blocks
+from jigsaw.ops.meeting.gradient_blocks import record_blocks, recorded_blocks
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
+from jigsaw.parallel.gradient_buckets import GradientBucket, axes_not_cutting, is_lent_alone, make_buckets, part_bytes
 from jigsaw.parallel.late_parameters import gathered_parameters, note_parameters, refuse_late_parameters
-from jigsaw.ranks.mesh import axes_of_mesh, ranks_along, ranks_in_mesh
 from jigsaw.tile.tensor_shell import GRAPH_THROUGH_UNIT
-from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient, is_zero_tensor
-from jigsaw.torch_internals.dispatch import without_modes
+from jigsaw.torch_internals.autograd import gradient_hooks, hooks_behind_gradient
 from jigsaw.torch_internals.groups import is_before_backward, wrapper_around
 
 # -- marks ------------------------------------------------------------------------------------------------------------
@@ -93,6 +88,9 @@ def has_gradient_hooks(parameter: Any) -> bool:
     """Say whether there are hooks on the gradient of a parameter beside those of `parallelize`."""
     tensor_hooks, hooks_behind = gradient_hooks(parameter) or (), hooks_behind_gradient(parameter) or ()
     return (len(tensor_hooks), len(hooks_behind)) != getattr(parameter, _OWN_HOOKS, (0, 0))
+
+
+_SPARSE = "a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)"
 
 
 class WholeGradients:
@@ -176,230 +174,6 @@ def _refuse_early_looks(gathered: nn.Parameter) -> None:
     gathered.register_hook(look)
 
 
-# -- buckets ----------------------------------------------------------------------------------------------------------
-
-
-def local_part(x: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, not differentiable; any other tensor as it is."""
-    if not isinstance(x, DTensor):
-        return x.detach()
-    with torch.no_grad():
-        return x.to_local()
-
-
-_SPARSE = "a sparse gradient cannot be reduced in a bucket; use torch.nn.Embedding(sparse=False)"
-_LENT_BYTES = 2**20  # bytes of a gradient that is summed in place, at the price of one more message
-
-
-@dataclass(eq=False)
-class GradientBucket:
-    """Parameters whose gradients travel together, along `axes`; ``late`` when one changed after the bucket had left.
-
-    A large gradient alone in its bucket is summed in its own memory: it is `lent` until then, and a late part is a
-    gradient beside it.  Of a large one that is a block and zeros `blocks` travel.  The hosts of all ranks tell each
-    other who has gradients (`asks_hosts`) after a backward pass in which no rank had one of them.
-    """
-
-    parameters: list[nn.Parameter]
-    axes: tuple[str, ...]
-    arrived: set[nn.Parameter] = field(default_factory=set[nn.Parameter])
-    seen: int = 0  # number of parameters, from the first on, that have arrived or are frozen
-    sent: list[nn.Parameter] = field(default_factory=list[nn.Parameter])
-    flat: Tensor | None = None
-    own_flags: list[bool] = field(default_factory=list[bool])
-    flags: Tensor | None = None
-    asks_hosts: bool = False
-    lent: Tensor | None = None
-    blocks: list[TravelingBlock] = field(default_factory=list[TravelingBlock])
-    pending: Sequence[comm.PendingWork] | None = None
-    late: bool = False
-    owed: set[nn.Parameter] = field(default_factory=set[nn.Parameter])  # those with parts that `no_sync` kept back
-
-    def is_full(self) -> bool:
-        """Say whether no parameter is missing; all calls together check each parameter once."""
-        while self.seen < len(self.parameters):
-            p = self.parameters[self.seen]
-            if p.requires_grad and p not in self.arrived:
-                return False
-            self.seen += 1
-        return True
-
-    def launch(self, mesh: DeviceMesh, lends: bool) -> None:
-        """Start the sum of all gradients, zeros where there is none, and of a flag each: whether there is one (beside a
-        block).
-
-        bfloat16 and float16 are summed in float32; parameters that were frozen since `no_sync` are among them, those
-        frozen before stay behind.
-        """
-        # decided by requires_grad, the same on all ranks, never by the presence of a gradient, because all must sum the
-        # same number of elements.  A flag separates a gradient of zeros from none.
-        trained = [p for p in self.parameters if p.requires_grad or p in self.owed]
-        self.blocks = self._start_blocks(trained, lends)
-        apart = {block.parameter for block in self.blocks}
-        self.sent = [p for p in trained if p not in apart] if apart else trained
-        self.pending, self.flat, self.late = (), None, False
-        if trained:
-            like = local_part(trained[0])
-            wide = torch.float32 if like.dtype in (torch.bfloat16, torch.float16) else like.dtype
-            self.own_flags = [p.grad is not None for p in self.sent] + [not block.is_alone for block in self.blocks]
-            self.flags = values_on_device(self.own_flags, wide, like.device)
-            if lends and len(self.sent) == 1 and local_part(self.sent[0]).nbytes >= _LENT_BYTES:
-                self.flat = self._lend_gradient(self.sent[0], wide)
-                self.pending = [comm.start_sum(x, mesh, self.axes) for x in (self.flat, self.flags)]
-            else:
-                self.flat = torch.cat([*(_flat_gradient(p).to(wide) for p in self.sent), self.flags])
-                self.flags = self.flat[-len(trained) :]
-                self.pending = [comm.start_sum(self.flat, mesh, self.axes)]
-
-    def _start_blocks(self, trained: Sequence[nn.Parameter], lends: bool) -> list[TravelingBlock]:
-        blocks: list[TravelingBlock] = []
-        for p in trained:
-            record = recorded_blocks(p)
-            if record is not None and lends and record.has_come:
-                blocks.append(TravelingBlock(p, record, self.axes))
-            elif record is not None:
-                record.forget()
-        return blocks
-
-    def _lend_gradient(self, parameter: nn.Parameter, wide: torch.dtype) -> Tensor:
-        flat = _flat_gradient(parameter).to(wide)
-        grad = parameter.grad
-        # there is no gradient here yet, or one with a graph for second derivatives
-        if grad is None or grad.requires_grad:
-            return flat.clone()
-        if lie_in_one_memory(local_part(grad), flat):
-            self.lent, parameter.grad = grad, None
-        return flat
-
-    def finish(self, mesh: DeviceMesh) -> None:
-        """Wait for the sum and give every parameter its mean; one that no rank has a gradient for keeps none."""
-        if self.pending is not None and self.flat is not None and self.flags is not None:
-            self._wait()
-            has, ranks = self._summed_flags(self.flags, mesh), comm.rank_count(mesh, self.axes)
-            if self.lent is not None:
-                self.flat.div_(ranks)
-                self.sent[0].grad = self.lent
-            else:
-                sizes = [local_part(p).numel() for p in self.sent]
-                totals = self.flat[: sum(sizes)].split(sizes)
-                for p, total, has_gradient in zip(self.sent, totals, has[: len(sizes)], strict=True):
-                    if has_gradient:
-                        _write_mean(p, total, ranks)
-            for block, more in zip(self.blocks, has[len(self.sent) :], strict=True):
-                block.finish(bool(more))
-        self.owed = set()
-        self.forget()
-
-    def _summed_flags(self, flags: Tensor, mesh: DeviceMesh) -> Sequence[float]:
-        """Return the number of ranks that have a gradient of each parameter sent, and more than a block of the rest."""
-        if self.asks_hosts:
-            sums = comm.sum_of_host(self.own_flags, mesh, self.axes)
-        # read flags, for which the host waits, only where they decide; a lent gradient exists on every rank
-        elif self.blocks or (self.lent is None and not all(self.own_flags)):
-            sums = flags.tolist()
-        else:
-            return [1.0] * len(self.sent)
-        # a zero is one on every rank, and all have read it: so they agree on who asks next time
-        self.asks_hosts = is_on_accelerator(flags) and 0 in sums and comm.serves_hosts_along(mesh, self.axes)
-        return sums
-
-    def settle(self, ranks: int) -> None:
-        """Wait for a sum under way; a lent gradient comes back as the mean of what was sent, plus what came later."""
-        self._wait()
-        if self.lent is not None and self.flat is not None:
-            self.flat.div_(ranks)
-            late = self.sent[0].grad
-            self.sent[0].grad = self.lent if late is None else self.lent.add_(late)
-            self.lent = None
-        for block in self.blocks:
-            block.undo()
-
-    def _wait(self) -> None:
-        for work in self.pending or ():
-            work.wait()
-
-    def forget(self) -> None:
-        self.arrived, self.seen, self.sent, self.pending, self.late = set(), 0, [], None, False
-        self.flat = self.flags = self.lent = None
-        self.blocks, self.own_flags = [], []
-
-
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    grad = parameter.grad
-    if grad is None:
-        return torch.zeros_like(local_part(parameter)).reshape(-1)
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        grad = parameter.grad = grad.redistribute(placements=parameter.placements)
-    if is_zero_tensor(local_part(grad)):  # autograd's zeros without memory, as those of torch.sgn
-        grad = parameter.grad = grad.clone()
-    return local_part(grad).reshape(-1)
-
-
-def _write_mean(parameter: nn.Parameter, total: Tensor, ranks: int) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    local = local_part(parameter.grad)
-    torch.div(total.view(local.shape), ranks, out=local)  # divided while it is copied, which saves a pass
-
-
-def axes_not_cutting(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes along which the gradient of a parameter is reduced: all but those that cut it (a DTensor).
-    Raises: `ShardingError` for a DTensor over ranks that no axes of the mesh make up.
-    """
-    if not isinstance(parameter, DTensor):
-        return tuple(name for name, _ in axes_of_mesh(mesh))
-    return _axes_beside(parameter, ranks_in_mesh(parameter.device_mesh), mesh)
-
-
-def axes_of_copies(parameter: Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes along which every rank holds the same part, with those of hybrid sharding's copies."""
-    if not isinstance(parameter, DTensor):
-        return axes_not_cutting(parameter, mesh)
-    where = parameter.device_mesh
-    cut = [
-        n
-        for (n, _), placement in zip(axes_of_mesh(where), parameter.placements, strict=True)
-        if not placement.is_replicate()
-    ]
-    if not cut:
-        return tuple(name for name, _ in axes_of_mesh(mesh))
-    with without_modes():
-        ranks = ranks_along(where, cut)
-    return _axes_beside(parameter, ranks, mesh)
-
-
-def _axes_beside(parameter: DTensor, ranks: Sequence[int], mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the axes of the mesh except those that make up these ranks, over which the parameter lies."""
-    names, holders = tuple(name for name, _ in axes_of_mesh(mesh)), set(ranks)
-    for count in range(1, len(names) + 1):
-        for some in combinations(names, count):
-            if set(ranks_along(mesh, some)) == holders:
-                return tuple(n for n in names if n not in some)
-    raise ShardingError(
-        f"a DTensor parameter of shape {tuple(parameter.shape)} lies on ranks {sorted(holders)}, which are not axes of "
-        f"the mesh {dict(axes_of_mesh(mesh))}; make it on a part of that mesh"
-    )
-
-
-def make_buckets(parameters: Sequence[nn.Parameter], mesh: DeviceMesh, most_bytes: int) -> list[GradientBucket]:
-    """Make buckets of at most `most_bytes` (or one parameter), last parameters first, as backward passes find them."""
-
-    def kind(p: nn.Parameter) -> tuple[Any, ...]:
-        return p.dtype, p.device, axes_not_cutting(p, mesh)
-
-    buckets: list[GradientBucket] = []
-    for (_, _, axes), group in groupby(reversed(parameters), kind):
-        size = most_bytes + 1  # the first parameter opens a bucket, even if no row of it lies on this rank
-        for p in group:
-            part_size = local_part(p).nbytes
-            if size + part_size > most_bytes:
-                buckets.append(GradientBucket([], axes))
-                size = 0
-            buckets[-1].parameters.append(p)
-            size += part_size
-    return buckets
-
-
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
 
@@ -422,7 +196,7 @@ class GradientReducer:
         )
         self._next = 0
         self._task = -1
-        large = [p for b in self._buckets for p in b.parameters if type(p) is nn.Parameter and p.nbytes >= _LENT_BYTES]
+        large = [p for b in self._buckets for p in b.parameters if type(p) is nn.Parameter and is_lent_alone(p)]
         connect_sums(mesh, dict.fromkeys(bucket.axes for bucket in self._buckets), bool(large))
         for p in large:
             record_blocks(p, mesh)
@@ -448,7 +222,7 @@ class GradientReducer:
     def ends_alike(self, groups: Sequence[Sequence[nn.Parameter]]) -> bool:
         """Say whether buckets end alike in groups of equal parameters: one that fills a bucket begins the next."""
         averaged = {p for bucket in self._buckets for p in bucket.parameters}
-        sizes = [[local_part(p).nbytes for p in group if p in averaged] for group in groups]
+        sizes = [[part_bytes(p) for p in group if p in averaged] for group in groups]
         return all(not own or max(own) >= self._bytes for own in sizes)
 
     def begin(self, module: nn.Module, args: Any) -> None:

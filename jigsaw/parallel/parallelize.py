@@ -26,13 +26,11 @@ from jigsaw.nn.shared_inputs import forget_last_input
 from jigsaw.ops.into_torch.reentrant import at_end_of_pass
 from jigsaw.ops.into_torch.whole_tensor import run_forward_whole
 from jigsaw.parallel.channel_parallel import TensorPlan, completed_plan, cut_channels
+from jigsaw.parallel.gradient_buckets import axes_not_cutting, axes_of_copies, local_part
 from jigsaw.parallel.gradients import (
     GradientReducer,
     WholeGradients,
-    axes_not_cutting,
-    axes_of_copies,
     has_gradient_hooks,
-    local_part,
     mark_averaged,
     refuse_hooks,
 )

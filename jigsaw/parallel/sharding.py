@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from jigsaw import comm
 from jigsaw.comm.connections import group_of_weights
 from jigsaw.errors import ShardingError
-from jigsaw.parallel.gradients import axes_not_cutting
+from jigsaw.parallel.gradient_buckets import axes_not_cutting
 from jigsaw.parallel.late_parameters import refuse_other_weights
 from jigsaw.ranks.mesh import (
     axes_of_mesh,

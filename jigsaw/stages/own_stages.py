@@ -17,7 +17,7 @@ from jigsaw import comm
 from jigsaw.errors import ShardingError
 from jigsaw.ops.meeting.plain_operands import AVERAGED_MARK
 from jigsaw.parallel.channel_parallel import PlannedCut
-from jigsaw.parallel.gradients import axes_not_cutting
+from jigsaw.parallel.gradient_buckets import axes_not_cutting
 from jigsaw.parallel.parallelize import PIPE_MARK
 from jigsaw.parallel.sharding import ShardingOptions
 from jigsaw.ranks.mesh import axes_of_mesh, mesh_coordinate

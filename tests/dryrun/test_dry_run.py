@@ -20,7 +20,7 @@ from jigsaw.dryrun import DEVICES, Traffic
 from jigsaw.dryrun.rank_playing import StepPlan, mean_square_of_tiles, play_rank
 from jigsaw.dryrun.step_meter import StepMeter
 from jigsaw.errors import ShardingError
-from jigsaw.parallel.gradients import local_part
+from jigsaw.parallel.gradient_buckets import local_part
 from jigsaw.testing import on_ranks, run_on_ranks, world_mesh
 
 MESHES = [

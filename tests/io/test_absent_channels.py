@@ -5,7 +5,7 @@ import pytest
 import torch
 from volume_store import image, label, write
 
-from jigsaw.errors import FieldError
+from jigsaw.errors import FieldError, StateError
 from jigsaw.io import augment
 from jigsaw.io.volumes.open_volumes import open_volumes
 from jigsaw.io.volumes.volume_loader import VolumeLoader
@@ -91,6 +91,22 @@ def drawn(images, labels, axes, weights, crop):
     again.load_state_dict({"seed": 3, "epoch": 1, "next_sample": 2, "samples": len(ds)})
     assert [b.volumes for b in again] == first[3:]
     return first
+
+
+def test_a_state_of_other_volumes_is_refused(cases):
+    images, labels, _ = cases
+
+    def loader(order, crops):
+        given = [images[i] for i in order], [labels[i] for i in order]
+        ds = open_volumes(*given, mesh=world_mesh(z=1), absent_fill=0, crop=(4, 4, 4), crops=crops)
+        return VolumeLoader(ds, batch_size=2, seed=3)
+
+    saved = loader((0, 1), 3)
+    state = {**saved.state_dict(), "next_sample": 2, "samples": 6, "order": saved._order.mark(6)}
+    loader((0, 1), 3).load_state_dict(state)
+    for other in (loader((1, 0), 3), loader((0, 2), 3), loader((0, 1, 2), 2)):
+        with pytest.raises(StateError, match="samples are of other times or volumes"):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("crop", [(6, 8, 7), None], ids=str)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from base64 import standard_b64encode
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from jigsaw.io.conversion.selected_source import open_with_xarray, select_source
 from jigsaw.io.writing.write import completeness
 from jigsaw.testing import world_mesh
 
-MARKS = ("jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed", "jigsaw_digests")
+MARKS = ("jigsaw_append_dim", "jigsaw_complete", "jigsaw_closed", "jigsaw_digests", "jigsaw_conversion")
 
 
 def described(data):
@@ -400,6 +401,20 @@ def test_damage_is_found(tmp_path, archive, capsys):
     assert verify(made) == {
         "2m_temperature": True, "geopotential": True, "land_sea_mask": True, "temperature": False,
     }  # fmt: skip
+
+
+def test_verify_refuses_a_store_of_another_conversion(tmp_path, archive, capsys):
+    made = str(tmp_path / "made.zarr")
+    argv = ["convert", str(archive), made, "--fields", "t2m"]
+    assert main([*argv, "--verify"]) == 0 and main([*argv, "--verify"]) == 0
+    assert capsys.readouterr().out.count("verified: 1 arrays") == 2
+    assert main([*argv, "--every", "2", "--verify"]) == 1
+    assert "is complete, and of another conversion" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "gone.nc"), made, "--verify"]) == 1
+    assert "gone.nc" in capsys.readouterr().err
+    Path(archive).touch()  # written again since
+    assert main([*argv, "--verify"]) == 1
+    assert all(verify(made).values())
 
 
 def test_bytes_that_do_not_decode_are_damage(tmp_path, archive):

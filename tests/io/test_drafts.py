@@ -20,7 +20,8 @@ from jigsaw.dryrun.devices import DEVICES
 from jigsaw.errors import StateError, WriteError
 from jigsaw.io.cache_folder import CACHE_COUNT_FILE, CacheFolder
 from jigsaw.io.chunks.files import LocalFiles, ObjectIdentity
-from jigsaw.io.conversion.convert import ConversionJournal, _ConversionTarget, remove_journal
+from jigsaw.io.conversion.convert import _ConversionTarget
+from jigsaw.io.conversion.journal import ConversionJournal, remove_journal
 from jigsaw.io.formats import hdf5_index
 from jigsaw.io.formats.disk_cache import KeptAnswers
 from jigsaw.io.formats.hdf5_index import Hdf5File

@@ -14,7 +14,8 @@ import jigsaw
 import jigsaw.io as jio
 from jigsaw.__main__ import main
 from jigsaw.errors import WriteError
-from jigsaw.io.conversion.convert import ConversionJournal, convert, is_complete_store, verify
+from jigsaw.io.conversion.convert import convert, is_complete_store, verify
+from jigsaw.io.conversion.journal import ConversionJournal
 from jigsaw.io.writing.write import Writer, completeness, write
 from jigsaw.testing import world_mesh
 

@@ -46,6 +46,12 @@ def test_json_agrees_with_zarr_and_the_disk(tiled, capsys):
     assert found["variables"][1]["levels"] == [500, 700, 850]
 
 
+def test_json_has_null_for_what_json_lacks(tmp_path, capsys):
+    globe().assign_attrs(bad=float("nan"), far=np.inf).to_netcdf(tmp_path / "a.nc")
+    attrs = json.loads(inspected(capsys, tmp_path / "a.nc", "--json"), parse_constant=pytest.fail)["attrs"]
+    assert attrs["bad"] is None and attrs["far"] is None
+
+
 def test_gaps_calendars_regions_and_uneven_grids(tmp_path):
     data = globe(gap=4).isel(longitude=slice(0, 8))
     gappy = summarize_store(write(tmp_path / "gap.zarr", data))

@@ -127,13 +127,45 @@ def test_a_state_of_another_period_or_order_is_refused_within_an_epoch():
     next(iter(before))
     state = before.state_dict()
     for other in (loader(1), loader(0, shuffle=False)):
-        with pytest.raises(StateError, match=r"order=\d+, and this loader's is \d+: its samples are of another time"):
+        with pytest.raises(StateError, match=r"order=\d+, and this loader's is \d+: its first 6 samples are of"):
             other.load_state_dict(state)
         other.load_state_dict({"seed": 3, "epoch": 1, "next_sample": 0})
     again, order = loader(0, halo={"lat": 1}), [batch.samples for batch in loader(0)]
     for resumed in (state, {name: state[name] for name in state if name != "order"}):  # as it was saved before
         again.load_state_dict(resumed)
         assert next(iter(again)).samples == order[1]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_state_is_refused_where_samples_came_between_or_fell_out(paired):
+    def loader(steps, **options):
+        data = globe().rename(level="number").isel(time=steps)
+        dataset = jigsaw.io.open(data, mesh=world_mesh(lat=1), fields=["2m_temperature"], **options)
+        if paired:
+            other = jigsaw.io.open(globe(), mesh=world_mesh(lat=1), fields=["2m_temperature"])
+            dataset = jigsaw.io.pair(other, dataset)
+        return jigsaw.io.DataLoader(dataset, 2, shuffle=True, seed=3)
+
+    before = loader([0, 1, 2, 3, 6, 7])
+    next(iter(before))
+    state = before.state_dict()
+    loader([0, 1, 2, 3, 6, 7, 8, 9]).load_state_dict(state)
+    for other in (loader(range(10)), loader([0, 1, 2, 3, 6, 8]), loader(range(10), every=2)):
+        with pytest.raises(StateError, match=r"samples are of other times|in another order"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+def test_an_iteration_that_was_taken_over_ends(wb2, ahead):
+    loader = jigsaw.io.DataLoader(opened(wb2, world_mesh(lat=1)), 2, prefetch_bytes=ahead)
+    old = iter(loader)
+    next(old)
+    state = loader.state_dict()
+    next(old)
+    loader.load_state_dict(state)
+    with pytest.raises(ReadError, match="this iteration has ended: a newer one"):
+        next(old)
+    assert loader.state_dict() == state and next(iter(loader)).samples == (2, 3)
 
 
 def test_every_epoch_has_its_own_order_and_leaving_one_early_ends_it(wb2):

@@ -318,7 +318,9 @@ def test_a_checkpoint_of_something_else_is_refused(holed, tmp_path):
     [
         ({"inputs": [-1, 0]}, {}, FieldError, r"inputs=\[-1, 0\] and targets=\[\]; open it with inputs=\[0\]"),
         ({}, {"weights": "cos"}, FieldError, r"weights='cos' must be one of"),
-        ({}, {"block": 0}, FieldError, r"block=0 must be at least 1"),
+        ({}, {"block": 0}, FieldError, r"block=0 must be a whole number, 1 or more: the steps"),
+        ({}, {"block": "8"}, FieldError, r"block='8' must be a whole number"),
+        ({}, {"checkpoint": "/no/such/folder/x"}, StateError, r"'/no/such/folder/x' is in a folder that is not there"),
         ({}, {"resume": True}, FieldError, r"resume=True needs checkpoint="),
     ],
 )

@@ -45,6 +45,8 @@ def test_what_is_written_is_read_again(wb2, tmp_path, suffix):
     for name, values in some().columns.items():
         np.testing.assert_array_equal(found.columns[name], values)
     assert found["w@500"].keys() == set(ALL_STATISTICS) and list(found) == list(some().fields)
+    with pytest.raises(KeyError, match="'t' is none of the channels "):
+        _ = found["t"]
     for normalize in (str(path), path, found):
         np.testing.assert_allclose(normalized(wb2, normalize), wanted(wb2), rtol=1e-6, atol=1e-6)
 

@@ -45,7 +45,7 @@ def _made(axes, **options):
     x = torch.randn(4, 3, ROWS, COLUMNS, dtype=torch.float64)
     mesh = world_mesh(**axes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jigsaw.parallel.gradients._LENT_BYTES", 1)
+        patch.setattr("jigsaw.parallel.gradient_buckets._LENT_BYTES", 1)
         model = jigsaw.parallelize(copy.deepcopy(expected), mesh, bucket_bytes=1)
     return model, expected, jigsaw.shard(x, mesh, SPEC), x
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import pickle
 
 import pytest
@@ -236,7 +237,7 @@ def test_ddp_around_it(reduce):
     wrapped = DistributedDataParallel(model)
     batch = _batch()
     with pytest.MonkeyPatch.context() as patch:  # as if each gradient were large
-        patch.setattr("jigsaw.parallel.gradients._LENT_BYTES", 1)
+        patch.setattr("jigsaw.parallel.gradient_buckets._LENT_BYTES", 1)
         torch.testing.assert_close(_train(wrapped, _tiles(batch, mesh)), _train(expected, batch), rtol=1e-9, atol=0)
     _assert_same_state(model, expected)
 
@@ -568,6 +569,45 @@ def test_buckets_leave_while_the_backward_pass_goes_on():
             y = block(y)
         y.square().mean().backward()
     assert left_before_first_block == [6 + 1]  # six weights and biases, and the sum of the loss
+
+
+class Mlps(nn.Module):
+    """Weights that `channel` cuts, and norms and last biases that it leaves whole, in turn."""
+
+    def __init__(self):
+        super().__init__()
+        mlps = (nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), mlp) for mlp in mlps)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("bucket_bytes", [25 * 2**20, 500])
+@pytest.mark.parametrize("axes", [{"channel": 2}, {"channel": 3}, {"data": 2, "channel": 2}], ids=str)
+def test_whole_weights_share_a_bucket_past_cut_ones(axes, bucket_bytes):
+    run_on_ranks(math.prod(axes.values()), _trained_past_cut_ones, axes, bucket_bytes)
+
+
+def _trained_past_cut_ones(axes, bucket_bytes):
+    model, expected, mesh = _pair(Mlps, axes, bucket_bytes=bucket_bytes)
+    whole = torch.randn(4, 5, 6)
+    tile = jigsaw.shard(whole, mesh, ("data" if "data" in axes else None, None, None))
+    with comm.count() as sent:
+        model(tile).square().mean().backward()
+    expected(whole).square().mean().backward()
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(_full(p.grad), q.grad, rtol=1e-12, atol=1e-12)
+    sums = [call for call in sent.calls if call.is_behind]
+    names = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if bucket_bytes > 500:  # a bucket of whole weights, and one of cut ones where ranks have the same parts
+        assert len(sums) == 1 + ("data" in axes)
+    if "data" not in axes:
+        numbers = sum(expected.get_parameter(name).numel() + 1 for name in names)  # and a flag each
+        sent_bytes = sum(call.sent_bytes for call in sums)
+        assert abs(sent_bytes - 2 * (mesh.size() - 1) * numbers * 8 / mesh.size()) < 16 * len(sums)
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------

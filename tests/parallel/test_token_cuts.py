@@ -9,7 +9,7 @@ from torch import nn
 import jigsaw
 from jigsaw import comm
 from jigsaw.errors import ShardingError
-from jigsaw.parallel.gradients import local_part
+from jigsaw.parallel.gradient_buckets import local_part
 from jigsaw.testing import assert_same_on_every_mesh, on_ranks, world_mesh
 
 

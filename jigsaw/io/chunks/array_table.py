@@ -109,10 +109,6 @@ class ArrayTable:
         return self.finder.far
 
     @property
-    def is_plain(self) -> bool:
-        return self.decoder is not None and self.decoder.is_plain
-
-    @property
     def scale(self) -> float:
         """Factor of stored values; an attribute that is not a number is refused, as for `offset`."""
         return self._number("scale_factor", 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from jigsaw.io.commands import parse_options as options
-from jigsaw.io.conversion.convert import ConversionProgress, Converted, convert, is_complete_store, verify
+from jigsaw.io.conversion.convert import (
+    AskedConversion,
+    ConversionProgress,
+    Converted,
+    convert,
+    is_complete_store,
+    verify,
+)
 from jigsaw.io.reading.plan_text import bytes_text
 
 
@@ -45,18 +53,21 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert and print what was made; return 1 and print the reason when it failed."""
     target = Path(args.target)
-    if not (args.verify and not args.replace and target.is_dir() and is_complete_store(target)):
-        print(conversion_report(_run_conversion(args)))
-    return _verify_target(args.target) if args.verify else 0
-
-
-def _run_conversion(args: argparse.Namespace) -> Converted:
-    names = ("fields", "time", "every", "mesh", "chunks", "shards", "dims", "dtype", "engine", "replace", "outside")
-    chosen = {name: getattr(args, name) for name in (*names, "missing", "order")} | {"threads": args.workers}
+    asked = {field.name: getattr(args, field.name) for field in fields(AskedConversion)}
     source = args.source[0] if len(args.source) == 1 else args.source
-    with options.scheduler_client(args.scheduler, args.workers) as client:
-        progress = _progress_line() if sys.stderr.isatty() else None
-        return convert(source, args.target, **chosen, client=client, progress=progress)
+    if args.verify and not args.replace and target.is_dir() and is_complete_store(target):
+        AskedConversion(**asked).check_converted(source, target)
+    else:
+        with options.scheduler_client(args.scheduler, args.workers) as client:
+            progress = _progress_line() if sys.stderr.isatty() else None
+            how: dict[str, Any] = {
+                "threads": args.workers,
+                "client": client,
+                "replace": args.replace,
+                "progress": progress,
+            }
+            print(conversion_report(convert(source, target, **asked, **how)))
+    return _verify_target(args.target) if args.verify else 0
 
 
 def conversion_report(conversion: Converted) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
+from typing import Any
 
 from jigsaw.errors import FieldError
 from jigsaw.io.commands import parse_options as options
@@ -37,11 +39,24 @@ def run(args: argparse.Namespace) -> int:
         raise FieldError("--select says what --plot draws; give --plot FILE too, or leave --select out")
     reach = {"outside": args.outside}
     summary = summarize_store(args.store, args.fields, args.dims, reach)
-    print(json.dumps(summary.as_dict(), indent=1, default=str) if args.json else inspection_report(summary))
+    print(_json_of(summary) if args.json else inspection_report(summary))
     if args.plot:
         drawn = draw_field_map(open_store(args.store, reach), args.plot, args.fields, args.step, args.select, args.dims)
         print(f"\n{drawn}, drawn to {picture_place(args.plot)}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _json_of(summary: StoreSummary) -> str:
+    return json.dumps(_numbers_of_json(summary.as_dict()), indent=1, default=str, allow_nan=False)
+
+
+def _numbers_of_json(value: Any) -> Any:
+    """Return dicts and lists with None for NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _numbers_of_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers_of_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspection_report(summary: StoreSummary) -> str:

@@ -8,15 +8,12 @@ root says that nothing is complete and lists no array; then one file, replaced a
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
@@ -25,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.drafts import open_unlinked
 from jigsaw.errors import FieldError, GridError, WriteError, writing_to
 from jigsaw.geometry.cut import Box, box_elements, box_slices
 from jigsaw.io.arguments import checked_choice, checked_mapping, is_real_number
 from jigsaw.io.chunks.files import holds_place_read, local_paths
+from jigsaw.io.conversion.journal import CONVERT_AGAIN, ConversionJournal, UnitIndex, UnitKey, remove_journal
 from jigsaw.io.conversion.selected_source import SelectedSource, open_with_xarray, recommended_chunks, select_source
 from jigsaw.io.series.cell_grid import CELL_ORDERS
 from jigsaw.io.series.request import MISSING_RULES
@@ -47,12 +44,6 @@ if TYPE_CHECKING:
     from jigsaw.io.formats.zarr_reach import WatchedStore
 
 
-CONVERT_AGAIN = "convert again with the same arguments: it goes on with the regions that are missing"
-UnitIndex = tuple[int, ...]
-UnitKey = tuple[str, UnitIndex]
-"""Array, and one of its units (shards, or chunks where there are none)."""
-
-
 def values_digest(values: NDArray[Any]) -> str:
     """Return the digest of the values in C order; every NaN counts as the same one, as a store fills with one."""
     plain = np.ascontiguousarray(values)
@@ -66,81 +57,8 @@ def combine_digests(digests: Iterable[str]) -> str:
     return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
-def remove_journal(path: Path) -> None:
-    """Remove the journal of a conversion; of a symbolic link the link, not its target.
-
-    Raises: `WriteError` for a file that is not one.
-    """
-    if path.exists() and not path.is_symlink():
-        with path.open("rb") as file:
-            begin = file.read(len(_BEGIN_OF_JOURNAL))
-        if not _BEGIN_OF_JOURNAL.startswith(begin):
-            raise WriteError(f"{path} is not a journal of a conversion, so it is not replaced; move it away")
-    path.unlink(missing_ok=True)
-
-
-_BEGIN_OF_JOURNAL = b'{"conversion": '
-
-
-class ConversionJournal:
-    """A file of lines that are appended to; a last line that was cut short by the end of its writer does not count.
-
-    The first says which conversion it is of, the second that the store was made, the others which units are written.
-    """
-
-    def __init__(self, path: Path, identity: str) -> None:
-        self._path, self._identity = path, identity
-        self.done: dict[UnitKey, str] = {}
-        self.is_made = False
-        if path.exists():
-            self._read()
-        else:
-            self._append([{"conversion": identity}])
-
-    def _read(self) -> None:
-        if self._path.is_symlink():
-            raise WriteError(f"{self._path} is a symbolic link, so jigsaw did not write it; remove it yourself")
-        whole = self._path.read_bytes()
-        kept = whole[: whole.rfind(b"\n") + 1]
-        try:
-            lines = [json.loads(line) for line in kept.splitlines()]
-        except ValueError as e:
-            raise WriteError(f"{self._path} is damaged ({e}); start again with replace=True") from e
-        if lines and lines[0].get("conversion") != self._identity:
-            raise WriteError(
-                f"{self._path} belongs to another conversion: other files, fields, times, chunks or shards, or files "
-                "that have changed since; repeat its arguments, or start again with replace=True"
-            )
-        os.truncate(self._path, len(kept))
-        if not lines:
-            self._append([{"conversion": self._identity}])
-        self.is_made = any("made" in line for line in lines)
-        self.done = {(e["array"], tuple(e["unit"])): e["digest"] for e in lines if "array" in e}
-
-    def made(self) -> None:
-        self._append([{"made": True}])
-        self.is_made = True
-
-    def add(self, written: Iterable[tuple[UnitKey, str]]) -> None:
-        new = list(written)
-        self._append([{"array": name, "unit": unit, "digest": digest} for (name, unit), digest in new])
-        self.done.update(new)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def _append(self, entries: Iterable[Any]) -> None:
-        """Append whole lines or none: a full disk takes part of a line, and the next would follow in its middle."""
-        text = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        with writing_to(self._path, CONVERT_AGAIN), FileIO(open_unlinked(self._path, flags), "a") as out:
-            before = os.fstat(out.fileno()).st_size
-            if out.write(text) != len(text):
-                os.ftruncate(out.fileno(), before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 DIGESTS_ATTRIBUTE = "jigsaw_digests"
+IDENTITY_ATTRIBUTE = "jigsaw_conversion"  # of a finished store: which conversion made it
 ConversionProgress = Callable[[int, int], None]
 """Callback that takes the bytes written so far, and their total."""
 
@@ -163,6 +81,56 @@ class Converted:
     kept: int
     digests: Mapping[str, str]
     filled: int = 0
+
+
+@dataclass(frozen=True)
+class AskedConversion:
+    """Arguments of `convert` that say what is read, and in which arrays it is written."""
+
+    fields: Sequence[str] | None
+    time: Any
+    every: Any
+    mesh: Mapping[str, int] | None
+    chunks: Mapping[str, int] | None
+    shards: Mapping[str, int] | None
+    dims: Mapping[str, str] | None
+    dtype: str | None
+    engine: str | None
+    outside: bool | Sequence[str]
+    missing: str
+    order: str
+
+    def __post_init__(self) -> None:
+        checked_choice("missing", self.missing, MISSING_RULES)
+        checked_choice("order", self.order, CELL_ORDERS, GridError)
+        checked_mapping("chunks", self.chunks, "{'time': 1}", GridError)
+        checked_mapping("shards", self.shards, "{'time': 8}", GridError)
+
+    @contextmanager
+    def opened(self, source: Any) -> Generator[tuple[SelectedSource, tuple[ArrayOutline, ...]]]:
+        """Open the source, and outline the arrays that are made of it."""
+        # Closed here and not when it is collected: HDF5 2.2 crashes where a file with texts is opened while an older
+        # handle of it is still open, and that one is closed first (netcdf-c issue 2510).
+        with closing(open_with_xarray(source, self.engine, self.outside)) as data:
+            chosen = select_source(
+                data, self.fields, self.time, self.every, self.dims, self.outside, self.missing, self.order
+            )
+            sizes = self.chunks if self.chunks is not None else recommended_chunks(chosen, self.mesh or {}, self.dims)
+            yield chosen, tuple(chosen.outline(sizes, self.shards, self.dtype))
+
+    def check_converted(self, source: Any, target: Path) -> None:
+        """Check that it made the finished store at `target` of this source, whose values are not read again.
+
+        Raises: `WriteError` for a store of another conversion; a `ReadError` for a source that cannot be opened.
+        """
+        made_by = zarr_store_attrs(target).get(IDENTITY_ATTRIBUTE)
+        with self.opened(source) as (chosen, arrays):
+            if made_by != conversion_identity(chosen, arrays):
+                raise WriteError(
+                    f"{target} is complete, and of another conversion: of other files, fields, times, chunks or "
+                    "shards, or of files that have changed since; jigsaw.io.verify looks at its values alone, and "
+                    "replace=True (--replace) starts again"
+                )
 
 
 def convert(
@@ -217,18 +185,10 @@ def convert(
     >>> jigsaw.io.open(made.path, mesh={"lat": 1})
     Dataset(file://train.zarr: 8 samples, 1 channels, lat 9, lon 16; [1, 1, 9, 16])
     """
-    checked_choice("missing", missing, MISSING_RULES)
-    checked_choice("order", order, CELL_ORDERS, GridError)
-    checked_mapping("chunks", chunks, "{'time': 1}", GridError)
-    checked_mapping("shards", shards, "{'time': 8}", GridError)
+    asked = AskedConversion(fields, time, every, mesh, chunks, shards, dims, dtype, engine, outside, missing, order)
     _check_resources(client, threads, budget, progress)
     path = Path(target)
-    # Closed here and not when it is collected: HDF5 2.2 crashes where a file with texts is opened while an older handle
-    # of it is still open, and that one is closed first (netcdf-c issue 2510).
-    with closing(open_with_xarray(source, engine, outside)) as opened:
-        chosen = select_source(opened, fields, time, every, dims, outside, missing, order)
-        sizes = recommended_chunks(chosen, mesh or {}, dims) if chunks is None else chunks
-        arrays = tuple(chosen.outline(sizes, shards, dtype))
+    with asked.opened(source) as (chosen, arrays):
         _check_beside_source(path, chosen)
         if replace:
             _remove_target(path, chosen)
@@ -246,9 +206,15 @@ def convert(
         most = int(budget) // max(1, 3 * max((r.nbytes for r in regions), default=1))
         filled = _move_all(regions, read, path, journal, client, max(1, min(threads or cores, most)), progress)
         digests = {a.name: combine_digests(journal.done[a.name, i] for i in unit_indices(a)) for a in arrays}
-        store.finish(digests)
+        store.finish(digests, journal.identity)
         journal.remove()
         return Converted(str(path), arrays, len(journal.done) - kept, kept, digests, filled)
+
+
+def conversion_identity(chosen: SelectedSource, arrays: Sequence[ArrayOutline]) -> str:
+    """Return a digest that tells a conversion from others: of what is read, and the shapes of what is written."""
+    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in sorted(arrays, key=lambda array: array.name)]
+    return f"{chosen.identity()} {values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))}"
 
 
 def _check_resources(client: Any, threads: Any, budget: Any, progress: Any) -> None:
@@ -469,11 +435,9 @@ def _open_journal(path: Path, chosen: SelectedSource, arrays: Sequence[ArrayOutl
         may_replace = is_zarr_group(path) and not holds_place_read(path, chosen.places)
         again = ", or start again with replace=True (--replace)" if may_replace else ""
         raise WriteError(f"{path} {state}; write elsewhere{again}")
-    shapes = [(a.name, a.shape, a.dtype, a.chunks, a.shards) for a in sorted(arrays, key=lambda array: array.name)]
     with writing_to(path, CONVERT_AGAIN):
         path.parent.mkdir(parents=True, exist_ok=True)
-    digest = values_digest(np.frombuffer(repr(shapes).encode(), np.uint8))
-    return ConversionJournal(beside, f"{chosen.identity()} {digest}")
+    return ConversionJournal(beside, conversion_identity(chosen, arrays))
 
 
 def _check_began_here(path: Path, journal: ConversionJournal) -> None:
@@ -500,9 +464,9 @@ class _ConversionTarget(ZarrSink):
     def make(self) -> None:
         self.create(self._shapes, self._coords, self._attrs, replace=True)
 
-    def finish(self, digests: Mapping[str, str]) -> None:
+    def finish(self, digests: Mapping[str, str], identity: str) -> None:
         self.attach(self._shapes)
-        self._attrs[DIGESTS_ATTRIBUTE] = dict(digests)
+        self._attrs |= {DIGESTS_ATTRIBUTE: dict(digests), IDENTITY_ATTRIBUTE: identity}
         steps = {n for a in self._shapes for d, n in zip(a.dims, a.shape, strict=True) if d == self._time}
         done = StoreCompleteness(self._time, max(steps), True) if steps else StoreCompleteness(None, 0, True)
         self.commit(self._coords, 0, done)

@@ -258,10 +258,15 @@ class Dataset(MeshSamples):
     def is_appended_to(self) -> bool:
         return self._chosen == 1
 
-    @property
-    def first_sample(self) -> str:
-        """The time of the first sample, which another period does not have."""
-        return str(self._times(0, (0,))[0]) if len(self) else ""
+    def marks_of_samples(self, count: int) -> bytes:
+        """Return the times of the first samples, and what tells members and starts of forecasts apart."""
+        # a window of later steps alone may have its anchor before the series
+        anchors = np.clip(self.anchors[:count], 0, len(self.times) - 1)
+        times = self.times[anchors]
+        marks = times.astype("datetime64[us]").tobytes() if times.dtype.kind == "M" else repr(times.tolist()).encode()
+        several = {dim: at for dim, at in self.choices.items() if len(at) > 1 and dim != self.stacked}
+        starts = {dim: self.origins[dim][list(at)].tolist() for dim, at in self.choices.items() if dim in self.origins}
+        return marks + repr((several, starts)).encode()
 
     @property
     def _chosen(self) -> int:

@@ -16,6 +16,7 @@ from itertools import islice
 from operator import index
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -88,13 +89,14 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         check_whole_number("prefetch_bytes", 0 if prefetch_bytes is None else prefetch_bytes, 0)
         check_whole_number("threads", 1 if threads is None else threads, 1)
         for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
-            if value not in (True, False):  # the text "no" would count as true
+            # the text "no" would count as true
+            if not isinstance(value, bool | np.bool_ | int) or value not in (0, 1):
                 raise FieldError(f"{name}={value!r} must be True or False")
         if drop_last and batch_size > count:
             raise FieldError(f"batch_size={batch_size} with drop_last leaves no batch of a dataset of {count} samples")
         self.dataset = dataset
         self._prefetch_bytes, self._threads = prefetch_bytes, threads
-        self._order = SampleOrder(count, batch_size, shuffle, drop_last, dataset.first_sample)
+        self._order = SampleOrder(count, batch_size, shuffle, drop_last, dataset.marks_of_samples)
         self._state = LoaderState(index(seed))
         self._resumed = False
         self._current: BatchPrefetch[BatchTurn, tuple[BatchTurn, LocalType]] | None = None
@@ -205,8 +207,8 @@ class EpochLoader(ABC, Generic[SamplesType, LocalType, BatchType]):
         Of a store that has grown since, an epoch that had begun has the samples that it began with, and the next one
         has all.
 
-        Raises: `StateError` for a state that is torn. Also within an epoch that began with samples of another number or
-        time, or with another `shuffle`.
+        Raises: `StateError` for a state that is torn. Also within an epoch that began with another number of samples,
+        with samples of other times, members or volumes, or with another `shuffle`.
         """
         order = self._order
         place = LoaderState.from_dict(state, order.count, self.dataset.is_appended_to, order.mark)
@@ -315,6 +317,7 @@ class DeviceCopier:
 JobType = TypeVar("JobType")
 ResultType = TypeVar("ResultType")
 
+_TAKEN_OVER = "this iteration has ended: a newer one, or a loaded state, took over its loader"
 _END_WAIT_S = 5.0
 """Seconds that the end of the process waits for reads that are due: other ranks may never take part in them."""
 
@@ -348,16 +351,22 @@ class BatchPrefetch(Generic[JobType, ResultType]):
     def __next__(self) -> ResultType:
         started = time.perf_counter()
         try:
-            return self._next_ready() if self._thread else self._read(next(self._jobs))
+            return self._next_ready() if self._thread else self._read_now()
         finally:
             self.waited_s += time.perf_counter() - started
+
+    def _read_now(self) -> ResultType:
+        self.home.check_home()
+        if self._stopped:
+            raise ReadError(_TAKEN_OVER)
+        return self._read(next(self._jobs))
 
     def _next_ready(self) -> ResultType:
         self.home.check_home()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._stopped)
             if self._stopped:
-                raise ReadError("this iteration has ended: a newer one, or a loaded state, took over its loader")
+                raise ReadError(_TAKEN_OVER)
             result, error = self._ready[0]  # an error or the end stays there, because callers may ask again
             if error is not None:
                 raise error

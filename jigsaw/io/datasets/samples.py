@@ -7,7 +7,7 @@ three integers, whatever the mesh, so a run resumes in O(1) on another one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import cached_property
@@ -94,12 +94,11 @@ class MeshSamples(ABC, data.Dataset[Any]):
         """True where the samples that a store gains come after those that it had, as in a series of one member."""
         return False
 
-    @property
-    def first_sample(self) -> str:
-        """A text that tells the first sample from those of other data, also where the store moves or grows; "" where
-        nothing does.
+    @abstractmethod
+    def marks_of_samples(self, count: int) -> bytes:
+        """Return bytes that tell the first `count` samples from others, and stay the same where the store moves or
+        grows.
         """
-        return ""
 
     @abstractmethod
     def sample_bytes(self) -> int:
@@ -175,7 +174,7 @@ class MeshSamples(ABC, data.Dataset[Any]):
             at = index(sample)
         except TypeError:
             raise TypeError(
-                f"sample {sample!r} of a dataset must be an integer; for several take a DataLoader, or a list of them"
+                f"sample {sample!r} of a dataset must be an integer; a DataLoader reads several at a time"
             ) from None
         if not -len(self) <= at < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
@@ -275,10 +274,13 @@ class LoaderState:
         return {name: value for name, value in state.items() if not left_out.get(name)}
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any], count: int, appended: bool = False, order: int = 0) -> LoaderState:
-        """Return the state in a dict that `as_dict` made, for a dataset of `count` samples in this `order`.
+    def from_dict(
+        cls, state: Mapping[str, Any], count: int, appended: bool = False, mark: Callable[[int], int] | None = None
+    ) -> LoaderState:
+        """Return the state in a dict that `as_dict` made, for a dataset of `count` samples.
 
-        `appended` says that samples which the dataset had not when the epoch began come after those that it had.
+        `appended` says that samples which the dataset had not when the epoch began come after those that it had, and
+        `mark` gives the integer of so many of its samples (`SampleOrder.mark`).
 
         Raises: `StateError` for missing or foreign keys, and values that are not integers. Also for a place beyond the
         samples, or a dataset that is not that of the epoch.
@@ -312,11 +314,12 @@ class LoaderState:
                 "order; open it with the fields, offsets and time that the state was saved with, or begin the next "
                 f"epoch by {cls(place.seed, place.epoch + 1).as_dict()}"
             )
-        if place.order not in (0, order):
+        order = place.order if mark is None or not place.order else mark(place.samples)
+        if place.order != order:
             raise StateError(
-                f"state is within an epoch of order={place.order}, and this loader's is {order}: its samples are of "
-                "another time, or shuffle= differs; make it as the state was saved, or begin the next epoch by "
-                f"{cls(place.seed, place.epoch + 1).as_dict()}"
+                f"state is within an epoch of order={place.order}, and this loader's is {order}: its first "
+                f"{place.samples} samples are of other times or volumes, or shuffle= differs; make it as the state was "
+                f"saved, or begin the next epoch by {cls(place.seed, place.epoch + 1).as_dict()}"
             )
         return place
 
@@ -328,6 +331,10 @@ def _is_count(value: Any) -> bool:
         return False
 
 
+def _no_marks(count: int) -> bytes:
+    return b""
+
+
 @dataclass(frozen=True)
 class SampleOrder:
     """The batches of one epoch: `count` samples, `batch_size` at a time over the whole mesh."""
@@ -336,12 +343,13 @@ class SampleOrder:
     batch_size: int
     shuffle: bool
     drop_last: bool
-    first_sample: str = ""
+    marks_of_samples: Callable[[int], bytes] = _no_marks
 
-    @cached_property
-    def mark(self) -> int:
-        """An integer that tells this order from those of other samples, and with or without `shuffle`."""
-        return crc32(repr((bool(self.shuffle), self.first_sample)).encode()) or 1
+    def mark(self, count: int) -> int:
+        """Return an integer that tells this order of the first `count` samples from that of others, or without
+        `shuffle`.
+        """
+        return crc32(self.marks_of_samples(count), int(bool(self.shuffle))) or 1
 
     @property
     def usable(self) -> int:
@@ -358,13 +366,14 @@ class SampleOrder:
         """Yield the samples of each batch left in the epoch, and the state once it was handed out."""
         state = self.settled(state)
         epoch, count = state.epoch, self._samples(state)
+        mark = self.mark(count)
         while state.epoch == epoch:
             first = state.next_sample
             stop = min(first + self.batch_size, count)
             samples = tuple(self.sample(i, state) for i in range(first, stop))
             # after the last batch the state is the start of the next epoch, so a checkpoint always names a batch that
             # exists
-            state = self.settled(LoaderState(state.seed, epoch, stop, count, self.mark))
+            state = self.settled(LoaderState(state.seed, epoch, stop, count, mark))
             yield samples, state
 
     def sample(self, position: int, state: LoaderState) -> int:

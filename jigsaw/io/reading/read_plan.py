@@ -39,7 +39,7 @@ from jigsaw.io.reading.chunk_readers import (
 )
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundArray, FoundChunks, look_up_chunks
 from jigsaw.io.reading.needed_chunks import ChunkBox, NeededChunks
-from jigsaw.io.reading.plan_text import plan_reasons, plan_text
+from jigsaw.io.reading.plan_text import plan_text
 from jigsaw.io.series.request import ReadPart, ReadRequest, check_arrays_readable
 
 ObjectSizes = Mapping[str, "int | None"]
@@ -240,11 +240,6 @@ class ReadPlan:
         """Return the plan of the same request with all arrays read in `mode`, as `plan_read` takes it."""
         return replace(self, modes={name: choose_mode(self.found, name, mode) for name in self.modes})
 
-    @property
-    def reasons(self) -> str:
-        """Explanation of the plan: which rank has which chunks, and what each way of reading would cost."""
-        return "\n".join(plan_reasons(self))
-
     def __str__(self) -> str:
         return plan_text(self)
 
@@ -411,28 +406,26 @@ class ReadPlan:
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
-def plan_read(
-    request: ReadRequest, tables: ArrayTables, mode: str = "auto", sizes: ObjectSizes | None = None
-) -> ReadPlan:
+def plan_read(request: ReadRequest, tables: ArrayTables, mode: str = "auto") -> ReadPlan:
     """Plan the reading of one sample: the same on every rank. No rank is asked; a store may be asked where chunks lie.
 
     `mode` is ``"cooperative"``, ``"neighbors"``, ``"independent"`` or ``"auto"``, which takes the cheapest of them for
-    each array (`cost_of_mode`). `sizes` are those of far objects, where another plan looked them up.
+    each array (`cost_of_mode`).
 
     Raises: `UnsupportedStoreError` or `GridError` for an array that cannot be read into a sample.
     """
     check_arrays_readable(request, tables)
-    return make_read_plan(_split_joined_parts(request, tables), tables, mode, sizes)
+    return make_read_plan(_split_joined_parts(request, tables), tables, mode)
 
 
-def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str, sizes: ObjectSizes | None = None) -> ReadPlan:
+def make_read_plan(request: ReadRequest, tables: ArrayTables, mode: str) -> ReadPlan:
     """Make the plan of a request of stored arrays in three steps: the ranks' needs, the places in far stores, the mode
     of each array. Only the second may wait for a store, or fail for one rank alone. The third asks near stores where a
     choice depends on them (`docs/design.md` says why).
     """
     needed = NeededChunks(request, {part.array: tables[part.array].grid for part in request.parts})
     places = look_up_chunks(needed, tables)
-    return ReadPlan(needed, places, {name: choose_mode(places, name, mode) for name in needed.readers}, sizes or {})
+    return ReadPlan(needed, places, {name: choose_mode(places, name, mode) for name in needed.readers}, {})
 
 
 def _split_joined_parts(request: ReadRequest, tables: ArrayTables) -> ReadRequest:

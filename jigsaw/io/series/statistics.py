@@ -87,7 +87,7 @@ class Statistics(Mapping[str, dict[str, float]]):
 
     def __getitem__(self, field: str) -> dict[str, float]:
         if field not in self.fields:
-            raise KeyError(field)
+            raise KeyError(f"{field!r} is none of the channels {_fields_text(self.fields)}")
         at = self.fields.index(field)
         return {name: float(v[at]) for name, v in self.columns.items()}
 

@@ -31,6 +31,7 @@ from jigsaw.geometry.axis_names import DATA_AXIS
 from jigsaw.geometry.layout import Layout
 from jigsaw.io.arguments import checked_choice
 from jigsaw.io.datasets.dataset import Dataset
+from jigsaw.io.datasets.epochs import check_whole_number
 from jigsaw.io.datasets.loader import Batch, DataLoader
 from jigsaw.io.datasets.pairs import PairedDataset
 from jigsaw.io.rank_results import result_of_first_rank
@@ -100,8 +101,7 @@ class StepSeries:
             raise GridError(f"weights='area' needs a lat dim, and the fields have {dataset.frame.dims}; use 'none'")
         if weights == "area" and "lat" in dataset.counted:
             raise GridError("weights='area' needs latitudes, and the store has no coordinate along lat; use 'none'")
-        if block is not None and block < 1:
-            raise FieldError(f"block={block} must be at least 1, the steps that a rank reads together")
+        check_whole_number("block", 1 if block is None else block, 1, ": the steps that a rank reads together")
         once = _follows_last(elapsed_times(dataset))
         # members and lead times come one after the other, each with all steps
         follows = np.tile(once, len(dataset) // len(once))

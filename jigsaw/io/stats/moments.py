@@ -174,6 +174,7 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
 
     Raises: `StateError` for a file that is not a checkpoint, or one of other statistics, naming what differs.
     """
+    _check_folder_of_checkpoint(path)
     if not path.exists():
         return None
     about, tables = _read_checkpoint(path)
@@ -193,8 +194,14 @@ def load_moments(path: Path, identity: Mapping[str, Any], shape: tuple[int, ...]
 
 def check_moments(path: Path) -> None:
     """Raise `StateError` where a checkpoint would replace a file that is not a checkpoint of statistics."""
+    _check_folder_of_checkpoint(path)
     if os.path.lexists(path) and not path.is_symlink():
         _ = _read_checkpoint(path)
+
+
+def _check_folder_of_checkpoint(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise StateError(f"checkpoint {str(path)!r} is in a folder that is not there; make it first")
 
 
 def _read_checkpoint(path: Path) -> tuple[dict[str, Any], MomentTables]:

@@ -32,6 +32,7 @@ from jigsaw.io.volumes.augment import AskedAugmentations, SampleGrid
 from jigsaw.io.volumes.crops import AugmentedCrop, Foreground, FoundVoxels, RandomDraws, crop_origin
 from jigsaw.io.volumes.respacing import ImageIntensities, RespaceStep
 from jigsaw.io.volumes.volume import AffineMatrix, RenamedLabels, StoredVolume, voxel_spacing
+from jigsaw.io.volumes.volume_listing import names_of_volumes
 from jigsaw.ranks.mesh import mesh_coordinate
 from jigsaw.tile.tile import Tile
 
@@ -149,6 +150,10 @@ class Volumes(MeshSamples):
 
     def __len__(self) -> int:
         return len(self.images) * self.crops
+
+    def marks_of_samples(self, count: int) -> bytes:
+        """Return the names of the images, and how many crops each has."""
+        return repr((self.crops, self.weights, names_of_volumes(self.images))).encode()
 
     def __repr__(self) -> str:
         box = " x ".join(f"{d} {n}" for d, n in zip(self.frame.dims, self.frame.sizes, strict=True))

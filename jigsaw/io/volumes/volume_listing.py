@@ -29,7 +29,7 @@ def listing_of_volumes(
     """
     digest = blake2b(repr(tuple(arguments)).encode(), digest_size=16)
     for volumes in (images, labels):
-        names = iter(_names_below_folder([source for each in volumes if each for source in each.given]))
+        names = iter(names_of_volumes(volumes))
         for volume in volumes:
             if volume is None:
                 digest.update(b"none")
@@ -38,6 +38,11 @@ def listing_of_volumes(
             affines = [affine.tobytes() for _, affine in volume.affines]
             digest.update(repr((shown, volume.shape, volume.dims, volume.channels, affines)).encode())
     return digest.hexdigest()
+
+
+def names_of_volumes(volumes: Sequence[StoredVolume | None]) -> list[Any]:
+    """Return the names of the files of volumes below their common folder, and some values of arrays in memory."""
+    return list(_names_below_folder([source for each in volumes if each for source in each.given]))
 
 
 def _names_below_folder(sources: Sequence[Any]) -> Iterator[Any]:
