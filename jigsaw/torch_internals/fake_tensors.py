@@ -77,6 +77,11 @@ _wrapped_tensor = LateName("torch:_from_functional_tensor")
 # Puts a tensor with values into the graph that is made.  Public: `torch.tensor` of a list, which calls it.
 _copy_into_graph = LateName("torch:ops.aten.lift_fresh_copy.default")
 
+# Views a tensor as one of a subclass on another device, as the constructor of `FakeTensor` does, and warns of who reads
+# its address.  Public is `Tensor.as_subclass`, which knows no device.
+_as_subclass = LateName("torch:Tensor._make_subclass")
+_warn_of_addresses = LateName("torch:_C._set_warn_deprecated_on_mutable_data_ptr")
+
 _WITHOUT_VALUES = (FakeTensor, FunctionalTensor)
 _REAL_VIEW = "_jigsaw_real_view"
 _KNOWN_MEMORY = "_jigsaw_known_memory"  # attribute of memory without values, and of that with its values
@@ -238,8 +243,26 @@ def answer_by_shape(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     if is_message or type(out) is FakeTensor:  # messages, and changes in place, return what they were given
         return out
     if isinstance(out, list):
-        return [FakeTensor(first.fake_mode, x, first.fake_device) for x in out]
-    return FakeTensor(first.fake_mode, out, first.fake_device)
+        return [_tensor_on_paper(first.fake_mode, x, first.fake_device) for x in out]
+    return _tensor_on_paper(first.fake_mode, out, first.fake_device)
+
+
+def _tensor_on_paper(mode: FakeTensorMode, meta: Tensor, device: torch.device) -> FakeTensor:
+    """Return a tensor of the meta device as one of `device`. In a `PaperMode` its attributes are copied from the first
+    one that torch made, whose constructor takes four times as long.
+    """
+    attributes = mode.attributes.get(device) if type(mode) is PaperMode else None
+    if attributes is None:
+        tensor = FakeTensor(mode, meta, device)
+        if type(mode) is PaperMode:
+            mode.attributes[device] = dict(vars(tensor))
+        return tensor
+    tensor: FakeTensor = _as_subclass(
+        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+    )
+    _warn_of_addresses(tensor)
+    vars(tensor).update(attributes)
+    return tensor
 
 
 class PaperMode(FakeTensorMode):
@@ -247,6 +270,7 @@ class PaperMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.attributes: dict[torch.device, dict[str, Any]] = {}  # those of a new tensor, by its device
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -260,7 +284,7 @@ class PaperMode(FakeTensorMode):
         if func in _EMPTY and not kwargs.get("pin_memory") and kwargs.get("layout") in (None, torch.strided):
             device = kwargs.get("device") or torch.get_default_device()
             if device.type != "meta":
-                return FakeTensor(self, func(*args, **{**kwargs, "device": "meta"}), device)
+                return _tensor_on_paper(self, func(*args, **{**kwargs, "device": "meta"}), device)
         out = answer_by_shape(func, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs) if out is None else out
 

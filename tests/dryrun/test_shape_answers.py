@@ -11,7 +11,7 @@ from jigsaw.dryrun.counted_steps import are_same_steps
 from jigsaw.dryrun.rank_playing import StepPlan, play_rank
 from jigsaw.torch_internals import fake_tensors
 from jigsaw.torch_internals.dispatch import tensors_of_call
-from jigsaw.torch_internals.fake_tensors import FakeTensorMode, PaperMode, answer_by_shape
+from jigsaw.torch_internals.fake_tensors import FakeTensor, FakeTensorMode, PaperMode, answer_by_shape
 
 aten = torch.ops.aten
 
@@ -163,6 +163,9 @@ def test_the_mode_of_runs_on_paper_answers_as_torchs():
         assert (x.shape, x.dtype, x.device, x.layout) == (y.shape, y.dtype, y.device, y.layout)
         assert x.layout != torch.strided or x.stride() == y.stride()
         assert type(x) is type(y) and getattr(x, "fake_mode", mode) is mode
+        if isinstance(x, FakeTensor):
+            assert {**vars(x), "fake_mode": None} == {**vars(y), "fake_mode": None}
+            assert torch._C._dispatch_keys(x) == torch._C._dispatch_keys(y)
 
 
 def test_what_torch_has_to_answer():

@@ -60,13 +60,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         with options.scheduler_client(args.scheduler, args.workers) as client:
             progress = _progress_line() if sys.stderr.isatty() else None
-            how: dict[str, Any] = {
+            means: dict[str, Any] = {
                 "threads": args.workers,
                 "client": client,
                 "replace": args.replace,
                 "progress": progress,
             }
-            print(conversion_report(convert(source, target, **asked, **how)))
+            print(conversion_report(convert(source, target, **asked, **means)))
     return _verify_target(args.target) if args.verify else 0
 
 

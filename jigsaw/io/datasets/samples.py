@@ -279,8 +279,8 @@ class LoaderState:
     ) -> LoaderState:
         """Return the state in a dict that `as_dict` made, for a dataset of `count` samples.
 
-        `appended` says that samples which the dataset had not when the epoch began come after those that it had, and
-        `mark` gives the integer of so many of its samples (`SampleOrder.mark`).
+        `appended` says that samples which the dataset had not when the epoch began come after those that it had. `mark`
+        is `SampleOrder.mark` of the dataset.
 
         Raises: `StateError` for missing or foreign keys, and values that are not integers. Also for a place beyond the
         samples, or a dataset that is not that of the epoch.
