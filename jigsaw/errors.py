@@ -99,6 +99,9 @@ class MissingChunkError(ReadError):
 class FetchError(ReadError):
     """A store that refuses a request or does not answer it; names the object and the last answer."""
 
+    is_forbidden = False
+    """True where the server answered 403, as some do for objects that are not there."""
+
 
 class CacheError(ReadError):
     """A cache folder that others own or may write to, or a lock in it that another process holds."""

@@ -152,7 +152,7 @@ class ArrayStore:
     """An opened store: its arrays, its attributes, and `notes` that a user should read.
 
     `read_small` gives a whole array as it is stored: for coordinates. `files` are the places that values come from,
-    where they are not the `url`.
+    where they are not the `url`; the `stamp` of a far file tells it from what its server has under that name later.
     """
 
     url: str
@@ -161,6 +161,7 @@ class ArrayStore:
     read_small: Callable[[str], NDArray[Any]] = field(repr=False)
     notes: tuple[str, ...] = ()
     files: tuple[str, ...] = field(default=(), repr=False)
+    stamp: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", redacted_text(self.url))

@@ -12,21 +12,23 @@ import random
 import re
 import threading
 import time
+from base64 import standard_b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import numpy as np
 
-from jigsaw.errors import FetchError, UnsupportedStoreError, imports_needed, redacted_text
+from jigsaw.errors import FetchError, ReadError, UnsupportedStoreError, imports_needed, redacted_text
+from jigsaw.io.arguments import checked_mapping, is_real_number
 from jigsaw.io.chunks.files import (
     BadChunkError,
     ByteAllocator,
@@ -85,13 +87,23 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
     with imports_needed(UnsupportedStoreError, absent):
         from obstore import store as stores
         from obstore.exceptions import BaseError
-    split = urlsplit(url)
+    try:
+        split = urlsplit(url)
+    except ValueError as e:
+        raise UnsupportedStoreError(f"{redacted_text(url)} is not a URL: {e}") from None
     settings: dict[str, Any] = {k: v for k, v in (options or {}).items() if k not in OWN_OPTIONS}
     retry = RetryPolicy.of(settings.pop("retry_config", None))
-    plain = split.scheme == "http" or str(settings.get("endpoint", "")).startswith("http://")
-    settings["client_options"] = {**_CLIENT_OPTIONS, "allow_http": plain, **settings.get("client_options", {})}
+    client = checked_mapping(
+        "client_options", settings.get("client_options"), "{'timeout': '120s'}", UnsupportedStoreError
+    )
+    # forbidden by obstore, unless it is asked for; where it is not, the environment decides (AWS_ALLOW_HTTP)
+    plain = {"allow_http": True} if split.scheme == "http" or _has_plain_endpoint(settings) else {}
+    settings["client_options"] = {**_CLIENT_OPTIONS, **plain, **client}
     settings["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
     root, redirects, guard = f"{split.scheme}://{split.netloc}", settings.pop("redirects", ()), None
+    if split.scheme in ("http", "https") and split.username is not None:
+        root = f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
+        settings["client_options"]["default_headers"] = _with_password(split, client.get("default_headers") or {})
     try:
         if split.scheme in ("http", "https"):
             query = f"?{split.query}" if split.query else ""
@@ -110,6 +122,24 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
     return RemoteFiles(store, redacted_text(f"{split.scheme}://{host}"), retry, guard), unquote(split.path).strip("/")
 
 
+def _has_plain_endpoint(settings: Mapping[str, Any]) -> bool:
+    """Say whether the options or the environment name an endpoint without TLS; obstore has several names for it."""
+    named = [str(value) for key, value in settings.items() if "endpoint" in key.lower()]
+    around = [value for name, value in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(name)]
+    return any(value.lower().startswith("http://") for value in named or around)
+
+
+def _with_password(split: SplitResult, headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return headers with the user and password of a URL, unless they authorize otherwise.
+
+    Source: RFC 7617.
+    """
+    if any(name.lower() == "authorization" for name in headers):
+        return dict(headers)
+    user = f"{unquote(split.username or '')}:{unquote(split.password or '')}"
+    return {**headers, "Authorization": f"Basic {standard_b64encode(user.encode()).decode()}"}
+
+
 def _without_urls(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
     return redacted_text(_URL_PATTERN.sub("…", str(error).split("\n")[0]), options)
 
@@ -126,23 +156,40 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | None) -> RetryPolicy:
-        """Make it from obstore's ``retry_config``."""
-        config = config or {}
-        backoff = config.get("backoff", {})
+        """Make it from obstore's ``retry_config``.  Raises: `UnsupportedStoreError` for what it does not know."""
+        example = "{'max_retries': 10, 'retry_timeout': timedelta(seconds=60), 'backoff': {'base': 2}}"
+        known = checked_mapping("retry_config", config, example, UnsupportedStoreError)
+        backoff = checked_mapping("backoff", known.get("backoff"), "{'base': 2}", UnsupportedStoreError)
+        unknown = [*(known.keys() - _RETRY_NAMES), *(backoff.keys() - _BACKOFF_NAMES)]
+        if unknown:
+            raise UnsupportedStoreError(f"retry_config has {unknown}, and may have {sorted(_RETRY_NAMES)}: {example}")
+        tries = known.get("max_retries", cls.tries)
+        if not isinstance(tries, int) or isinstance(tries, bool) or tries < 0:
+            raise UnsupportedStoreError(f"retry_config has max_retries={tries!r}, which must be a whole number >= 0")
         return cls(
-            int(config.get("max_retries", cls.tries)),
-            _in_seconds(config.get("retry_timeout", cls.within)),
-            _in_seconds(backoff.get("init_backoff", cls.first)),
-            _in_seconds(backoff.get("max_backoff", cls.longest)),
-            float(backoff.get("base", cls.base)),
+            int(tries),
+            _in_seconds("retry_timeout", known.get("retry_timeout", cls.within)),
+            _in_seconds("init_backoff", backoff.get("init_backoff", cls.first)),
+            _in_seconds("max_backoff", backoff.get("max_backoff", cls.longest)),
+            _in_seconds("base", backoff.get("base", cls.base)),
         )
 
     def pause(self, failures: int) -> float:
         return min(self.longest, self.first * self.base ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
-def _in_seconds(value: Any) -> float:
-    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+_RETRY_NAMES = {"max_retries", "retry_timeout", "backoff"}
+_BACKOFF_NAMES = {"init_backoff", "max_backoff", "base"}
+
+
+def _in_seconds(name: str, value: Any) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if not is_real_number(seconds) or not seconds >= 0:
+        raise UnsupportedStoreError(
+            f"retry_config has {name}={value!r}, which must be a number >= 0, of seconds where it is a time, or a "
+            "datetime.timedelta"
+        )
+    return float(seconds)
 
 
 class _CutShortError(Exception):
@@ -161,6 +208,7 @@ class RemoteFiles:
         self.store, self.name, self.retry, self._guard = store, name, retry or RetryPolicy(), guard
         self._stamps: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
+        self._asks_by_get = False
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -181,9 +229,44 @@ class RemoteFiles:
 
     def size(self, path: str) -> int | None:
         """Return the size of an object, by one request."""
+        meta = self._head(path)
+        return None if meta is None else int(meta["size"])
+
+    def _head(self, path: str) -> Any:
+        """Return what the server says of an object; None when it is missing. Where it refuses, ask for a byte.
+
+        A signed URL is for one method, which is GET, and some servers have no other.
+        """
+        if not self._asks_by_get:
+            try:
+                return self._tried(path, lambda: self._answer_of_head(path))
+            except FetchError:
+                if self.lists:
+                    raise
+                with suppress(ReadError, BadChunkError):
+                    meta = self._tried(path, lambda: self._first_byte(path))
+                    self._asks_by_get = True
+                    return meta
+                raise
+        return self._tried(path, lambda: self._first_byte(path))
+
+    def _answer_of_head(self, path: str) -> Any:
         import obstore
 
-        return self._tried(path, lambda: int(obstore.head(self.store, path)["size"]))
+        try:
+            return obstore.head(self.store, path)
+        except FileNotFoundError as missing:  # so obstore calls a server without this method
+            status, answer = _status_and_answer(missing)
+            if status == "405":
+                raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
+            raise
+
+    def _first_byte(self, path: str) -> Any:
+        import obstore
+
+        answer = obstore.get(self.store, path, options={"range": (0, 1)})
+        _body_of_answer(answer, 1)
+        return answer.meta
 
     def identity(self, path: str) -> ObjectIdentity | None:
         """Return its URL, server and the stamp of a part that was read; None for a store in memory. No request."""
@@ -200,13 +283,15 @@ class RemoteFiles:
         settings = [config.get(key) for key in ("endpoint", "account_name")]
         around = sorted(item for item in os.environ.items() if _ENDPOINT_VARIABLES.fullmatch(item[0]))
         url, prefix = getattr(self.store, "url", None), getattr(self.store, "prefix", None)
+        # headers may choose what a server answers; who authorizes says nothing of it, and does so anew each time
+        headers: Mapping[str, Any] = (getattr(self.store, "client_options", None) or {}).get("default_headers") or {}
+        chosen = sorted((k.lower(), repr(v)) for k, v in headers.items() if k.lower() != "authorization")
+        settings += [chosen] if chosen else []
         return repr((type(self.store).__name__, self.name, url, prefix and str(prefix), settings, around))
 
     def stamp(self, path: str) -> tuple[int, str] | None:
         """Return the size of an object and its version; None when it is missing. One request."""
-        import obstore
-
-        meta = self._tried(path, lambda: obstore.head(self.store, path))
+        meta = self._head(path)
         return None if meta is None else (int(meta["size"]), repr(self._check_unchanged(path, meta)))
 
     def whole(self, path: str, room: ByteAllocator, most: int | None = None) -> ByteArray | None:
@@ -312,9 +397,12 @@ class RemoteFiles:
         status, answer = _status_and_answer(error)
         if status == "416":  # obstore has exception types for 401, 403 and 404 only
             raise ShortChunkError("the object ends before the range that it should have") from None
-        refused = isinstance(error, (PermissionDeniedError, UnauthenticatedError))
+        is_forbidden = isinstance(error, PermissionDeniedError)
+        refused = is_forbidden or isinstance(error, UnauthenticatedError) or status == "501"
         if refused or (status.startswith("4") and status not in _PASSING_STATUSES):
-            raise FetchError(f"{self._called(path)} cannot be read: the server answered {answer}") from None
+            refusal = FetchError(f"{self._called(path)} cannot be read: the server answered {answer}")
+            refusal.is_forbidden = is_forbidden
+            raise refusal from None
         pause, elapsed = self.retry.pause(failures), time.monotonic() - begun
         if failures > self.retry.tries or elapsed + pause > self.retry.within or not _wait_before_retry(pause):
             raise FetchError(

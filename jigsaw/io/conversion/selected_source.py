@@ -286,7 +286,8 @@ def _source_paths(source: Any) -> list[str]:
             "xarray.Dataset: open a store of zarr's or Icechunk's by xarray.open_zarr(store), and give that"
         )
     texts = [os.fspath(each) for each in sources]
-    paths = [p for text in texts for p in (sorted(glob.glob(text)) if glob.has_magic(text) else [text])]
+    # a URL may have a query behind "?"
+    paths = [p for t in texts for p in (sorted(glob.glob(t)) if glob.has_magic(t) and "://" not in t else [t])]
     if not paths:
         raise UnsupportedStoreError(f"{source!r} names no file")
     return paths

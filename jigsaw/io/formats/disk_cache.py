@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jigsaw.errors import FieldError, UnsupportedStoreError
+from jigsaw.io.arguments import is_real_number
 from jigsaw.io.cache_folder import CacheFolder
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable
 from jigsaw.io.chunks.files import (
@@ -59,8 +60,10 @@ class DiskCache:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        if self.limit <= 0:
-            raise FieldError(f"limit={self.limit} must be positive: the bytes that {os.fspath(self.folder)!r} may take")
+        if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
+            raise FieldError(f"folder={self.folder!r} must be the path of a folder, which is made where there is none")
+        if not is_real_number(self.limit) or not 0 < self.limit < float("inf"):
+            raise FieldError(f"limit={self.limit!r} must be a positive number: the bytes that {self.folder!r} may take")
 
     def of(self, store: ArrayStore) -> ArrayStore:
         folder = CacheFolder(Path(self.folder), self.limit, self.limit // _SPARE_FRACTION, self.shared)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError
+from jigsaw.errors import CorruptChunkError, GridError, ReadError, UnsupportedStoreError, redacted_text
 from jigsaw.geometry.cut import Box
 from jigsaw.io.chunks.array_table import ArrayStore, ArrayTable, JoinedArrays
 from jigsaw.io.chunks.chunk import ChunkIndex
@@ -121,7 +121,7 @@ class _OpenStores:
         self.paths, self._opener = paths, opener
         self._files = LocalFiles()  # knows the folder that relative paths are of, wherever the process goes later
         self._open: OrderedDict[str, ArrayStore] = OrderedDict()
-        self._stamps: dict[str, tuple[int, int] | None] = {}
+        self._stamps: dict[str, tuple[int, int] | str | None] = {}
         self._lock = threading.Lock()
 
     def store(self, path: str) -> ArrayStore:
@@ -132,11 +132,12 @@ class _OpenStores:
                 return self._open[path]
         is_known = path in self._stamps and "://" not in path
         place = self._files.absolute_path(path) if is_known else path
-        stamp = size_and_change(place)
+        stamp = size_and_change(place)  # before it is opened
         opened = self._opener(place)
+        stamp = opened.stamp or stamp
         with self._lock:
             if self._stamps.setdefault(path, stamp) != stamp:
-                raise CorruptChunkError(f"{path} has changed since it was opened; open the files again")
+                raise CorruptChunkError(f"{redacted_text(path)} has changed since it was opened; open the files again")
             self._open[path] = opened
             if len(self._open) > _STORES_KEPT_OPEN:
                 self._open.popitem(last=False)
@@ -340,14 +341,25 @@ def _stores_side_by_side(
             if why is not None:
                 raise GridError(f"{why}; files of other fields are joined on one grid")
     arrays = {name: stores[i].arrays[name] for name, i in owners.items()}
-    members = {f"{n} of {f.path}": (f.path, n) for part in parts for f in part for n in f.arrays}
+    every = [file for part in parts for file in part]
+    shown = _shown_paths(every)
+    members = {f"{n} of {shown[f.path]}": (f.path, n) for f in every for n in f.arrays}
 
     def read_small(name: str) -> NDArray[Any]:
         return stores[owners[name]].read_small(name)
 
     url = " beside ".join(store.url for store in stores)
-    tables, paths = _JoinedTables(arrays, members, files), tuple(f.path for part in parts for f in part)
+    tables, paths = _JoinedTables(arrays, members, files), tuple(f.path for f in every)
     return ArrayStore(url, tables, stores[0].attrs, read_small, stores[0].notes, paths)
+
+
+def _shown_paths(files: Sequence[_KnownFile]) -> dict[str, str]:
+    """Return a text without secrets for each path, which no other path has."""
+    shown: dict[str, str] = {}
+    for place, file in enumerate(files):
+        text = redacted_text(file.path)
+        shown[file.path] = text if text == file.path else f"{text} (file {place})"
+    return shown
 
 
 class _JoinedFiles:
@@ -360,11 +372,12 @@ class _JoinedFiles:
         arrays = dict(self.first.arrays)
         held: dict[str, NDArray[Any]] = {}
         members: dict[str, tuple[str, str]] = {}
+        shown = _shown_paths(self.series)
         for name, table in self.first.arrays.items():
             if name in self.unfit:
                 arrays[name] = self._refused(table, self.unfit[name])
             elif self.dim in table.dims:
-                names = {f"{name} of {f.path}": (f.path, name) for f in self.series}
+                names = {f"{name} of {shown[f.path]}": (f.path, name) for f in self.series}
                 members |= names
                 arrays[name] = self._array(table, JoinedArrays(table.dims.index(self.dim), tuple(names), self.edges))
         notes: tuple[str, ...] = ()

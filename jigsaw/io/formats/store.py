@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from glob import has_magic
 from pathlib import PurePosixPath
@@ -14,6 +14,7 @@ from typing import Any
 from jigsaw.errors import FieldError, ReadError, UnsupportedStoreError, imports_needed, redacted_text
 from jigsaw.io.arguments import checked_mapping
 from jigsaw.io.chunks.array_table import ArrayStore
+from jigsaw.io.chunks.files import identity_of_object
 from jigsaw.io.formats.conventions import is_multiscale_group, multiscale_level
 from jigsaw.io.formats.disk_cache import DiskCache
 
@@ -139,7 +140,9 @@ def _open_by_url(url: str, options: Mapping[str, Any] | None) -> ArrayStore:
     )
     for magic, (module, opener) in _OPENERS_BY_MAGIC.items():
         if begins.startswith(magic):
-            return _format_function(module, opener, "hdf5")(path, files)
+            return replace(
+                _format_function(module, opener, "hdf5")(path, files), stamp=repr(identity_of_object(files, path))
+            )
     raise UnsupportedStoreError(f"{url} is named like a file that jigsaw reads, but begins with {begins!r}")
 
 

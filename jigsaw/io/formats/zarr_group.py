@@ -28,6 +28,7 @@ from jigsaw.errors import (
     redacted_text,
 )
 from jigsaw.geometry.cut import box_slices
+from jigsaw.io.arguments import checked_names
 from jigsaw.io.chunks.array_table import (
     MISSING_VALUE_ATTRS,
     ArrayStore,
@@ -70,7 +71,9 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     (HTTP). ``outside`` gives the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
     """
     options = dict(options or {})
-    named, outside = options.pop("arrays", None), zarr_reach.checked_outside(options.pop("outside", None))
+    named = None if options.get("arrays") is None else checked_names("arrays", options["arrays"])
+    options.pop("arrays", None)
+    outside = zarr_reach.checked_outside(options.pop("outside", None))
     is_node = isinstance(url, zarr.Group | zarr.Array)
     node = zarr_reach.bounded_node(url if is_node else _open_zarr_node(url, options, outside), outside)
     try:
@@ -191,7 +194,8 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
     if is_remote_url(url):
         files, prefix = files_of_url(url, options)
         called = f"{files.name}/{prefix}"
-        where: dict[str, Any] = {"store": ZarrMetadataStore(files), "path": prefix}
+        store: Any = ZarrMetadataStore(files, prefix)
+        where: dict[str, Any] = {"store": store, "path": prefix}
     else:
         called, store = repr(url), zarr_reach.local_zarr_store(url, outside)
         where = {"store": store, "storage_options": options or None}
@@ -202,7 +206,8 @@ def _open_zarr_node(url: Any, options: dict[str, Any], outside: zarr_reach.Outsi
             except (FileNotFoundError, ContainsArrayError) as no_group:
                 with suppress(FileNotFoundError, ValueError):
                     return zarr.open_array(**where, mode="r")
-                raise no_group from None
+                refusal = store.refusal if isinstance(store, ZarrMetadataStore) else None
+                raise refusal or no_group from None
     except ReadError:
         raise
     except Exception as e:  # any store may fail in its own way, and metadata may lie

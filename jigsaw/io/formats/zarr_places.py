@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from zarr.buffer import default_buffer_prototype
 from zarr.codecs import ShardingCodec
 from zarr.storage import FsspecStore, LocalStore, MemoryStore, ObjectStore, ZipStore
 
-from jigsaw.errors import CorruptChunkError, ReadError, TruncatedError, cause_without_secrets
+from jigsaw.errors import CorruptChunkError, FetchError, ReadError, TruncatedError, cause_without_secrets
 from jigsaw.io.chunks.chunk import ChunkIndex, ChunkRef
 from jigsaw.io.chunks.chunk_finder import LookupCounts, LookupTally
 from jigsaw.io.chunks.codecs import CodecDecoder, without_crc
@@ -46,7 +47,18 @@ from jigsaw.io.chunks.remote_files import RemoteFiles
 from jigsaw.io.formats.zarr_reach import BoundedReferences
 
 _MISSING_CHUNK = 2**64 - 1
+_NAMES_OF_FORMATS = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+"""Metadata of which a store may lack some: each format has its own."""
 _SHARD_INDICES_KEPT = 128
+
+
+def _is_in_memory(system: Any) -> bool:
+    """Say whether a file system of fsspec, or the one that it wraps, is in memory, where names say nothing."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    while system is not None and not isinstance(system, MemoryFileSystem):
+        system = getattr(system, "sync_fs", None) or getattr(system, "fs", None)
+    return system is not None
 
 
 class ZarrKeyFiles:
@@ -75,7 +87,7 @@ class ZarrKeyFiles:
         if session is not None:
             return f"icechunk {session.snapshot_id}" if session.read_only else ""
         try:
-            origin = "" if system is None else f"{system.to_json()} {store.path}"
+            origin = "" if system is None or _is_in_memory(system) else f"{system.to_json()} {store.path}"
         except (TypeError, ValueError):  # its arguments are not text
             return ""
         return origin and f"fsspec {blake2b(origin.encode()).hexdigest()}"  # a digest, because references may be long
@@ -162,9 +174,12 @@ def _loop_of_zarr(process: int) -> asyncio.AbstractEventLoop:
 class ZarrMetadataStore(ObjectStore[Any]):
     """Zarr's store over obstore: what zarr itself reads (metadata, coordinates) is retried as by `files`."""
 
-    def __init__(self, files: RemoteFiles) -> None:
+    def __init__(self, files: RemoteFiles, prefix: str) -> None:
         super().__init__(files.store, read_only=True)
         self.files = files
+        self._root = {f"{prefix}/{name}".lstrip("/") for name in _NAMES_OF_FORMATS}
+        self.refusal: FetchError | None = None
+        """The first refusal of metadata at the root, of which a store has those of one format alone."""
 
     def with_read_only(self, read_only: bool = False) -> ZarrMetadataStore:
         return self
@@ -175,7 +190,14 @@ class ZarrMetadataStore(ObjectStore[Any]):
 
     def _read(self, key: str, part: ByteRequest | None) -> ByteArray | None:
         if part is None:
-            return self.files.whole(key, fresh_memory)
+            try:
+                return self.files.whole(key, fresh_memory)
+            except FetchError as refusal:
+                # S3 answers 403 for what is not there to who may not list a bucket
+                if not (refusal.is_forbidden and self._is_of_other_format(key)):
+                    raise
+                self.refusal = self.refusal or refusal
+                return None
         if isinstance(part, RangeByteRequest):
             raw = fresh_memory(part.end - part.start)
             return raw if self.files.ranges(key, [(part.start, raw)]) else None
@@ -184,6 +206,14 @@ class ZarrMetadataStore(ObjectStore[Any]):
             return None if whole is None else whole[part.offset :]
         edge = self.files.edge(key, part.suffix, at_end=True)
         return None if edge is None else edge[0]
+
+    def _is_of_other_format(self, key: str) -> bool:
+        """Say whether a store may lack a key of its root. Attributes are lacked by a store of Zarr v3 alone."""
+        folder, _, name = key.rpartition("/")
+        as_v3 = f"{folder}/zarr.json".lstrip("/")
+        return key in self._root or (
+            name == ".zattrs" and as_v3 in self._root and self.files.whole(as_v3, fresh_memory) is not None
+        )
 
     async def exists(self, key: str) -> bool:
         return await asyncio.to_thread(self.files.size, key) is not None
@@ -260,23 +290,30 @@ class _ShardIndex:
         return refs
 
 
+_MISSING_KEPT_S = 10.0  # as long as a missing shard is not asked for again, for a server may have lost it for a moment
+
+
 class _ReadOnce:
     """A shard's index, read when it is first needed; other threads wait meanwhile, and a failure is not kept."""
 
     def __init__(self, read: Callable[[], _ShardIndex | None]) -> None:
         self._read, self._lock = read, threading.Lock()
-        self._found: list[_ShardIndex | None] = []
+        self._index: _ShardIndex | None = None
+        self._missing_since: float | None = None
 
     @property
     def is_missing(self) -> bool:
-        """True where it was read, and the shard does not exist."""
-        return self._found == [None]
+        """True where the shard did not exist when it was last asked for."""
+        return self._missing_since is not None
 
     def __call__(self) -> _ShardIndex | None:
         with self._lock:
-            if not self._found:
-                self._found.append(self._read())
-            return self._found[0]
+            if self._index is None and (
+                self._missing_since is None or time.monotonic() - self._missing_since > _MISSING_KEPT_S
+            ):
+                self._index = self._read()
+                self._missing_since = time.monotonic() if self._index is None else None
+            return self._index
 
 
 class ShardPlaces:
@@ -390,7 +427,7 @@ class ShardPlaces:
         """Return the places of consecutive chunks of one shard along the last dim."""
         outer, flat = self._outer(first), 0
         known, shard = self._last
-        if known != outer:
+        if known != outer or shard is None:
             shard = self._shard(outer)
             self._last = outer, shard
         if shard is None:

@@ -194,6 +194,11 @@ class Writer:
         budget: int = 256 << 20,
         wait: bool = True,
     ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise WriteError(
+                f"path is a {type(path).__name__}, and a writer takes a local path, which all ranks can write to; copy "
+                "the store afterwards"
+            )
         if "://" in os.fspath(path):
             raise WriteError(f"{os.fspath(path)!r} is a URL; only local paths are written, copy the store afterwards")
         self.path = Path(path)
