@@ -54,11 +54,12 @@ _SHARD_INDICES_KEPT = 128
 
 def _is_in_memory(system: Any) -> bool:
     """Say whether a file system of fsspec, or the one that it wraps, is in memory, where names say nothing."""
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    while system is not None and not isinstance(system, MemoryFileSystem):
+    while system is not None:
+        protocol: Any = getattr(system, "protocol", ())  # the name of its kind, or several
+        if "memory" in ((protocol,) if isinstance(protocol, str) else protocol):
+            return True
         system = getattr(system, "sync_fs", None) or getattr(system, "fs", None)
-    return system is not None
+    return False
 
 
 class ZarrKeyFiles:
