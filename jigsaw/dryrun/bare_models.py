@@ -246,6 +246,8 @@ def _cut_of_weight(p: Tensor) -> tuple[Any, ...]:
 def stepped_optimizer(make: OptimizerMaker, parameters: Sequence[nn.Parameter]) -> Optimizer:
     """Return an optimizer with its state, by a step of the first of all parameters that are alike."""
     optimizer = make([p for p in parameters if p.requires_grad])
+    if not isinstance(optimizer, Optimizer):
+        raise ShardingError(f"optimizer= must make a torch.optim.Optimizer of parameters, and made {optimizer!r}")
     knows_looks = type(optimizer) in _OF_EACH_ALIKE
     firsts: dict[Any, nn.Parameter] = {}
     alike: list[tuple[nn.Parameter, nn.Parameter]] = []

@@ -4,10 +4,11 @@ for tensors.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, cast
 
 import numpy as np
 import torch
@@ -112,6 +113,10 @@ def dry_run(
     """
     axes, priced = _checked_axes(mesh), device_named(device)
     _check_types_given(dtype, loss, optimizer, dataset)
+    node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
+    for name, number in (("ranks_per_node", node), ("passes", passes), ("blocks", 1 if blocks is None else blocks)):
+        _check_count(name, number)
+    _check_options(spec, replicate, mp_policy, tensor)
     plan = StepPlan(
         made_once(model),
         shapes_of_inputs(x_shape),
@@ -133,10 +138,6 @@ def dry_run(
         mp_policy=mp_policy,
         passes=passes,
     )
-    node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
-    for name, number in (("ranks_per_node", node), ("passes", passes)):
-        if number < 1:
-            raise ShardingError(f"{name}={number} must be 1 or more")
     size = torch.Size(axes.values()).numel()
     chosen = _usual_ranks(axes) if ranks is None else list(ranks) if isinstance(ranks, Iterable) else []
     if not chosen or not all(rank in range(size) for rank in chosen):
@@ -202,6 +203,41 @@ def leading_input(
     if len(shapes) == 1 or spec is None or all(isinstance(names, str | None) for names in spec):
         return shapes[0], spec
     return next(((s, own) for s, own in zip(shapes, spec, strict=False) if own is not None), (shapes[0], None))
+
+
+def _check_count(name: str, number: Any) -> None:
+    """Raise `ShardingError` unless an argument is a whole number of at least 1."""
+    if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+        raise ShardingError(f"{name}={number!r} must be a whole number, 1 or more")
+
+
+def check_search(devices: Any, options: Mapping[str, Any]) -> None:
+    """Raise `ShardingError` for what a search cannot take: options that `dry_run` lacks, or that it tries itself."""
+    _check_count("devices", devices)
+    chosen_by_search = {"mesh", "device", "checkpoint", "replicate", "ranks", "blocks", "dataset"}
+    known = {"store", *inspect.signature(dry_run).parameters} - chosen_by_search - {"model", "x_shape"}
+    if unknown := sorted(options.keys() - known):
+        varied = [name for name in unknown if name in chosen_by_search]
+        why = f", as it tries them itself: {varied}" if varied else ""
+        raise ShardingError(f"a search for a mesh does not take {unknown}{why}; it takes {sorted(known)}")
+
+
+def _check_options(spec: Any, replicate: Any, mp_policy: Any, tensor: Any) -> None:
+    def refuse(name: str, value: Any, rule: str) -> NoReturn:
+        raise ShardingError(f"{name}={value!r} must be {rule}")
+
+    if spec is not None and (isinstance(spec, str) or not isinstance(spec, Sequence)):
+        refuse("spec", spec, "the axis of each dim, like (None, None, 'lat', 'lon')")
+    if not isinstance(replicate, str) and not (
+        isinstance(replicate, Sequence) and all(isinstance(name, str) for name in cast(Sequence[Any], replicate))
+    ):
+        refuse("replicate", replicate, "the name of an axis, or names")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        refuse("mp_policy", mp_policy, "a torch.distributed.fsdp.MixedPrecisionPolicy, or None")
+    if tensor is not None:
+        words = dict(cast(Mapping[Any, Any], tensor)).items() if isinstance(tensor, Mapping) else None
+        if words is None or not all(isinstance(x, str) for item in words for x in item):
+            refuse("tensor", tensor, "words by patterns of module names, like {'*.up': 'column', '*.down': 'row'}")
 
 
 def _check_types_given(dtype: Any, loss: Any, optimizer: Any, dataset: Any) -> None:

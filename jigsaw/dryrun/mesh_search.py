@@ -12,7 +12,7 @@ from torch import nn
 
 from jigsaw.dryrun.bare_models import checkpointed_modules, made_once, remembered_models, rows_of_blocks
 from jigsaw.dryrun.devices import Device, device_named
-from jigsaw.dryrun.dry_runs import dry_run, inside_rank, leading_input, shapes_of_inputs
+from jigsaw.dryrun.dry_runs import check_search, dry_run, inside_rank, leading_input, shapes_of_inputs
 from jigsaw.dryrun.pipeline_estimate import (
     Borders,
     balanced_cuts,
@@ -164,8 +164,7 @@ def advise_mesh(
     >>> len(found), found[0].works
     (4, True)
     """
-    if devices < 1:
-        raise ShardingError(f"devices={devices} must be 1 or more")
+    check_search(devices, options)
     device = device_named(device)
     shapes = shapes_of_inputs(x_shape)
     meshes = list(possible_meshes(*leading_input(shapes, options), devices, options.get("align", 1)))

@@ -9,7 +9,8 @@ count that P times, and would count again what an earlier backward pass had redu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -177,6 +178,25 @@ def _refuse_early_looks(gathered: nn.Parameter) -> None:
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
 
+class _EndOfPass:
+    """Callback at the end of a backward pass. Autograd drops it where the pass raises, before the user's own code goes
+    on: then it gives back, so that a `zero_grad` there reaches all gradients.
+    """
+
+    def __init__(self, finish: Callable[[], None], give_back: Callable[[], None]) -> None:
+        self._finish, self._give_back, self._is_over = finish, give_back, False
+
+    def __call__(self) -> None:
+        self._is_over = True
+        self._finish()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            # a message that failed, too, is raised by the next forward pass, which waits for it again
+            with suppress(Exception):
+                self._give_back()
+
+
 class GradientReducer:
     """Average of gradients over the mesh in every backward pass: one all-reduce a bucket, begun as soon as it is full.
 
@@ -230,10 +250,14 @@ class GradientReducer:
         # gradients are not lent under DDP, which reads each in place as soon as it arrives
         self._lends = wrapper_around() is None
         if outermost_pass() == -1 and self._task != -1:
-            for bucket in self._buckets:
-                bucket.settle(comm.rank_count(self._mesh, bucket.axes))
-                bucket.forget()
-            self._next, self._task = 0, -1
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """Give parameters back what was taken from them in a backward pass that raised."""
+        for bucket in self._buckets:
+            bucket.settle(comm.rank_count(self._mesh, bucket.axes))
+            bucket.forget()
+        self._next, self._task = 0, -1
 
     def hold_back(self) -> None:
         """Let backward passes send nothing, until `enabled` is True again."""
@@ -260,12 +284,16 @@ class GradientReducer:
         task = outermost_pass()
         if task != self._task:
             self._task = task
-            at_end_of_pass(self._finish)
+            at_end_of_pass(_EndOfPass(self._finish, self._give_back))
         # buckets leave in their order, so that two ranks that fill them in different orders still meet
         bucket.arrived.add(parameter)
         bucket.late = bucket.pending is not None
         if has_gradient_hooks(parameter):
-            return  # later hooks may step and remove the gradient, so the bucket is sent after them
+            # Later hooks may step and remove the gradient, so the bucket is sent after them. It is whole by now, and no
+            # block of it travels.
+            if record := recorded_blocks(parameter):
+                record.forget()
+            return
         while self._next < len(self._buckets) and self._buckets[self._next].is_full():
             self._launch_next()
 

@@ -131,6 +131,7 @@ def parallelize(
         raise ShardingError(f"mesh={mesh!r} must be a DeviceMesh, as jigsaw.init_mesh(lat=2) gives it")
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardingError(f"parallelize takes a model, not {type(model).__name__}; tensors are cut by jigsaw.shard")
+    _check_bucket_bytes(bucket_bytes)
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     if not hasattr(model, _DONE):
@@ -232,6 +233,11 @@ def _axes_of_weights(model: nn.Module) -> set[str]:
 
 
 # -- before -----------------------------------------------------------------------------------------------------------
+
+
+def _check_bucket_bytes(bucket_bytes: Any) -> None:
+    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
+        raise ShardingError(f"bucket_bytes={bucket_bytes!r} must be a whole number of bytes, 1 or more")
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None, gather_again: bool) -> None:

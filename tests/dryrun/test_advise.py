@@ -16,7 +16,7 @@ from torch import nn
 
 import jigsaw
 from jigsaw.__main__ import main
-from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh
+from jigsaw.dryrun import DEVICES, DryRunReport, Traffic, advice_text, advise_mesh, dry_run
 from jigsaw.dryrun.calibration import load_device, measure_device, save_device
 from jigsaw.dryrun.kernel_clock import timed_kernel
 from jigsaw.dryrun.mesh_search import _MeshSearch, possible_meshes
@@ -425,6 +425,41 @@ def test_tokens_get_advice_that_ends_with_lines_to_paste():
         "    block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)",
         "model = jigsaw.parallelize(model, mesh, shard_weights=True)",
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"passes": "2"}, "passes='2' must be a whole number, 1 or more"),
+        ({"passes": 1.5}, "passes=1.5 must be a whole number"),
+        ({"ranks_per_node": "8"}, "ranks_per_node='8' must be a whole number"),
+        ({"blocks": -1}, "blocks=-1 must be a whole number"),
+        ({"replicate": 3}, "replicate=3 must be the name of an axis"),
+        ({"spec": 5}, "spec=5 must be the axis of each dim"),
+        ({"mp_policy": "x", "shard_weights": True}, "mp_policy='x' must be a torch.distributed.fsdp.MixedPrecision"),
+        ({"tensor": "x"}, "tensor='x' must be words by patterns"),
+        ({"tensor": {"0": None}}, "must be words by patterns"),
+        ({"optimizer": lambda p: None}, "must make a torch.optim.Optimizer of parameters, and made None"),
+    ],
+)
+def test_wrong_arguments_of_a_dry_run(options, said):
+    with pytest.raises(ShardingError, match=re.escape(said)):
+        dry_run(nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), {"lat": 2}, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "said"),
+    [
+        ("2", {}, "devices='2' must be a whole number"),
+        (None, {}, "devices=None must be a whole number"),
+        (2, {"mesh": {"lat": 2}}, "does not take ['mesh'], as it tries them itself: ['mesh']; it takes"),
+        (2, {"microbatches": 2}, "does not take ['microbatches']; it takes"),
+        (2, {"ranks": (9,)}, "does not take ['ranks'], as it tries them itself"),
+    ],
+)
+def test_wrong_arguments_of_a_search(devices, options, said):
+    with pytest.raises(ShardingError, match=re.escape(said)):
+        advise_mesh(nn.Conv2d(3, 3, 3, padding=1), (1, 3, 16, 16), devices, **options)
 
 
 def test_a_net_without_blocks_is_not_offered_with_blocks_checkpointed():

@@ -140,7 +140,7 @@ def test_no_mesh(wb2, mesh):
 @pytest.mark.parametrize("sample", [slice(0, 3), 1.5, 2.0, "1", None, [0], np.arange(2)])
 def test_a_sample_is_an_integer(wb2, sample):
     ds = jigsaw.io.open(wb2, mesh=jigsaw.init_mesh(lat=1), fields=["t2m"])
-    with pytest.raises(TypeError, match=r"of a dataset must be an integer; for several take a DataLoader"):
+    with pytest.raises(TypeError, match=r"of a dataset must be an integer; a DataLoader reads several at a time"):
         ds[sample]
     torch.testing.assert_close(ds[np.int64(1)].input.local, ds[torch.tensor(1)].input.local)
 

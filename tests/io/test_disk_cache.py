@@ -63,7 +63,7 @@ def test_the_limit_holds(tmp_path):
     for steps in ((0,), (1,), (2,), (3,), (0,)):
         np.testing.assert_array_equal(read(store, steps), sample(values, steps))
         assert 0 < sum(f.stat().st_size for f in os.scandir(tmp_path / "cache")) <= 3000 + 16 * 64
-    with pytest.raises(FieldError, match="limit=0 must be positive"):
+    with pytest.raises(FieldError, match="limit=0 must be a positive number"):
         DiskCache(tmp_path, 0)
 
 
