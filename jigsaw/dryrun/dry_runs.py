@@ -116,7 +116,7 @@ def dry_run(
     node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
     for name, number in (("ranks_per_node", node), ("passes", passes), ("blocks", 1 if blocks is None else blocks)):
         _check_count(name, number)
-    _check_options(spec, replicate, mp_policy, tensor)
+    _check_plan_arguments(spec, replicate, mp_policy, tensor)
     plan = StepPlan(
         made_once(model),
         shapes_of_inputs(x_shape),
@@ -215,14 +215,14 @@ def check_search(devices: Any, options: Mapping[str, Any]) -> None:
     """Raise `ShardingError` for what a search cannot take: options that `dry_run` lacks, or that it tries itself."""
     _check_count("devices", devices)
     chosen_by_search = {"mesh", "device", "checkpoint", "replicate", "ranks", "blocks", "dataset"}
-    known = {"store", *inspect.signature(dry_run).parameters} - chosen_by_search - {"model", "x_shape"}
+    known = {"store", "schedule", *inspect.signature(dry_run).parameters} - chosen_by_search - {"model", "x_shape"}
     if unknown := sorted(options.keys() - known):
         varied = [name for name in unknown if name in chosen_by_search]
         why = f", as it tries them itself: {varied}" if varied else ""
         raise ShardingError(f"a search for a mesh does not take {unknown}{why}; it takes {sorted(known)}")
 
 
-def _check_options(spec: Any, replicate: Any, mp_policy: Any, tensor: Any) -> None:
+def _check_plan_arguments(spec: Any, replicate: Any, mp_policy: Any, tensor: Any) -> None:
     def refuse(name: str, value: Any, rule: str) -> NoReturn:
         raise ShardingError(f"{name}={value!r} must be {rule}")
 
