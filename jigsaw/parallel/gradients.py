@@ -254,9 +254,10 @@ class GradientReducer:
 
     def _give_back(self) -> None:
         """Give parameters back what was taken from them in a backward pass that raised."""
-        for bucket in self._buckets:
-            bucket.settle(comm.rank_count(self._mesh, bucket.axes))
-            bucket.forget()
+        with torch.no_grad():
+            for bucket in self._buckets:
+                bucket.settle(comm.rank_count(self._mesh, bucket.axes))
+                bucket.forget()
         self._next, self._task = 0, -1
 
     def hold_back(self) -> None:
