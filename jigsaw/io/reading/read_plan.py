@@ -39,7 +39,7 @@ from jigsaw.io.reading.chunk_readers import (
 )
 from jigsaw.io.reading.found_chunks import ArrayTables, FoundArray, FoundChunks, look_up_chunks
 from jigsaw.io.reading.needed_chunks import ChunkBox, NeededChunks
-from jigsaw.io.reading.plan_text import plan_text
+from jigsaw.io.reading.plan_text import plan_reasons, plan_text
 from jigsaw.io.series.request import ReadPart, ReadRequest, check_arrays_readable
 
 ObjectSizes = Mapping[str, "int | None"]
@@ -239,6 +239,11 @@ class ReadPlan:
     def in_mode(self, mode: str) -> ReadPlan:
         """Return the plan of the same request with all arrays read in `mode`, as `plan_read` takes it."""
         return replace(self, modes={name: choose_mode(self.found, name, mode) for name in self.modes})
+
+    @property
+    def reasons(self) -> str:
+        """Explanation of the plan: which rank has which chunks, and what each way of reading would cost."""
+        return "\n".join(plan_reasons(self))
 
     def __str__(self) -> str:
         return plan_text(self)
