@@ -192,7 +192,7 @@ def test_the_command_prints_the_best(capsys, monkeypatch, tmp_path):
     assert main(["advise", "nets_of_a_user:Net", "--input", size, "--device", str(tmp_path / "no.json")]) == 1
     assert "no.json was not written by save_device" in capsys.readouterr().err
     assert main(["advise", "nets_of_a_user:Net", "--input", size, "--devices", "0"]) == 1
-    assert "devices=0 must be 1 or more" in capsys.readouterr().err
+    assert "devices=0 must be a whole number, 1 or more" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["advise", "nets_of_a_user:Net", "--input", "1,x"])
     assert "'1,x' is not a shape; write numbers" in capsys.readouterr().err

@@ -623,7 +623,7 @@ def test_models_that_are_too_big_are_made_without_memory():
         ({"mesh": 4}, "mesh=4 must name axes and their sizes"),
         ({"mesh": {"lat": 0}}, "mesh={'lat': 0} must name axes"),
         ({"ranks": 0}, "ranks=0 must be some of the mesh's, 0 to 3"),
-        ({"ranks_per_node": 0}, "ranks_per_node=0 must be 1 or more"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 must be a whole number, 1 or more"),
         ({"checkpoint": ["1"]}, r"checkpoint=\['1'\] is to be 'none', 'blocks' or names of modules"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
         ({"loss": "mse"}, "loss='mse' must be a function"),
