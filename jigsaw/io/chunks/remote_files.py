@@ -96,7 +96,7 @@ def files_of_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Re
     client = checked_mapping(
         "client_options", settings.get("client_options"), "{'timeout': '120s'}", UnsupportedStoreError
     )
-    # forbidden by obstore, unless it is asked for; where it is not, the environment decides (AWS_ALLOW_HTTP)
+    # obstore refuses plain HTTP without this; left out, AWS_ALLOW_HTTP of the environment still counts
     plain = {"allow_http": True} if split.scheme == "http" or _has_plain_endpoint(settings) else {}
     settings["client_options"] = {**_CLIENT_OPTIONS, **plain, **client}
     settings["retry_config"] = {"max_retries": 0}  # each failure is seen, counted and tried again here
