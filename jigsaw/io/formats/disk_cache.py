@@ -63,7 +63,9 @@ class DiskCache:
         if not isinstance(self.folder, str | os.PathLike) or not os.fspath(self.folder):
             raise FieldError(f"folder={self.folder!r} must be the path of a folder, which is made where there is none")
         if not is_real_number(self.limit) or not 0 < self.limit < float("inf"):
-            raise FieldError(f"limit={self.limit!r} must be a positive number: the bytes that {self.folder!r} may take")
+            raise FieldError(
+                f"limit={self.limit!r} must be a positive number: the bytes that {os.fspath(self.folder)!r} may take"
+            )
 
     def of(self, store: ArrayStore) -> ArrayStore:
         folder = CacheFolder(Path(self.folder), self.limit, self.limit // _SPARE_FRACTION, self.shared)

@@ -71,8 +71,8 @@ def open_zarr(url: Any, options: Mapping[str, Any] | None = None) -> ArrayStore:
     (HTTP). ``outside`` gives the places that links and references may lead to (see `jigsaw.io.formats.zarr_reach`).
     """
     options = dict(options or {})
-    named = None if options.get("arrays") is None else checked_names("arrays", options["arrays"])
-    options.pop("arrays", None)
+    asked = options.pop("arrays", None)
+    named = None if asked is None else checked_names("arrays", asked)
     outside = zarr_reach.checked_outside(options.pop("outside", None))
     is_node = isinstance(url, zarr.Group | zarr.Array)
     node = zarr_reach.bounded_node(url if is_node else _open_zarr_node(url, options, outside), outside)
