@@ -318,7 +318,9 @@ def main() -> None:
         lines = [json.loads(line) for line in kept[1:]]
         date = f"{datetime.date.today()}"
         if kept and set(chosen.case) != set(CASES):  # the other cases are of another day
-            date = f"{json.loads(kept[0])['date']}; {', '.join(chosen.case)}: {date}"
+            cases = ", ".join(chosen.case)
+            before = [day for day in json.loads(kept[0])["date"].split("; ") if day.partition(": ")[0] != cases]
+            date = "; ".join([*before, f"{cases}: {date}"])
         header = {"hardware": "none: dry runs, on one core", "date": date, "command": "python benchmarks/scaling.py"}
         for case in chosen.case:
             made: list[dict[str, Any]] = []

@@ -44,6 +44,7 @@ from jigsaw.errors import ShardingError
 from jigsaw.geometry.cut import SplitRule
 from jigsaw.geometry.layout import LayoutSpec
 from jigsaw.parallel.channel_parallel import TensorPlan
+from jigsaw.parallel.parallelize import check_count
 from jigsaw.parallel.sharding import WeightSharding
 from jigsaw.ranks.mesh import axes_of_mesh
 
@@ -115,7 +116,7 @@ def dry_run(
     _check_types_given(dtype, loss, optimizer, dataset)
     node = priced.ranks_per_node if ranks_per_node is None else ranks_per_node
     for name, number in (("ranks_per_node", node), ("passes", passes), ("blocks", 1 if blocks is None else blocks)):
-        _check_count(name, number)
+        check_count(name, number)
     _check_plan_arguments(spec, replicate, mp_policy, tensor)
     plan = StepPlan(
         made_once(model),
@@ -205,15 +206,9 @@ def leading_input(
     return next(((s, own) for s, own in zip(shapes, spec, strict=False) if own is not None), (shapes[0], None))
 
 
-def _check_count(name: str, number: Any) -> None:
-    """Raise `ShardingError` unless an argument is a whole number of at least 1."""
-    if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-        raise ShardingError(f"{name}={number!r} must be a whole number, 1 or more")
-
-
 def check_search(devices: Any, options: Mapping[str, Any]) -> None:
     """Raise `ShardingError` for what a search cannot take: options that `dry_run` lacks, or that it tries itself."""
-    _check_count("devices", devices)
+    check_count("devices", devices)
     chosen_by_search = {"mesh", "device", "checkpoint", "replicate", "ranks", "blocks", "dataset"}
     known = {"store", "schedule", *inspect.signature(dry_run).parameters} - chosen_by_search - {"model", "x_shape"}
     if unknown := sorted(options.keys() - known):

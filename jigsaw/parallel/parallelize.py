@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -131,7 +132,7 @@ def parallelize(
         raise ShardingError(f"mesh={mesh!r} must be a DeviceMesh, as jigsaw.init_mesh(lat=2) gives it")
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ShardingError(f"parallelize takes a model, not {type(model).__name__}; tensors are cut by jigsaw.shard")
-    _check_bucket_bytes(bucket_bytes)
+    check_count("bucket_bytes", bucket_bytes)
     ranks = mesh.size()
     options = ShardingOptions.checked(mesh, shard_weights, replicate, mp_policy, offload_policy)
     if not hasattr(model, _DONE):
@@ -235,9 +236,10 @@ def _axes_of_weights(model: nn.Module) -> set[str]:
 # -- before -----------------------------------------------------------------------------------------------------------
 
 
-def _check_bucket_bytes(bucket_bytes: Any) -> None:
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 1:
-        raise ShardingError(f"bucket_bytes={bucket_bytes!r} must be a whole number of bytes, 1 or more")
+def check_count(name: str, number: Any) -> None:
+    """Raise `ShardingError` unless an argument is a whole number of at least 1."""
+    if not isinstance(number, Integral) or isinstance(number, bool) or number < 1:
+        raise ShardingError(f"{name}={number!r} must be a whole number, 1 or more")
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh, tensor: TensorPlan | None, gather_again: bool) -> None:

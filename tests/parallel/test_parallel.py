@@ -607,7 +607,14 @@ def _trained_past_cut_ones(axes, bucket_bytes):
     if "data" not in axes:
         numbers = sum(expected.get_parameter(name).numel() + 1 for name in names)  # and a flag each
         sent_bytes = sum(call.sent_bytes for call in sums)
+        # a rank's share of each sum is a whole number of bytes, and may round by some
         assert abs(sent_bytes - 2 * (mesh.size() - 1) * numbers * 8 / mesh.size()) < 16 * len(sums)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -5, 1.5, "x", None, True], ids=repr)
+def test_sizes_of_buckets_that_are_none(bucket_bytes):
+    with pytest.raises(ShardingError, match=f"bucket_bytes={bucket_bytes!r} must be a whole number, 1 or more"):
+        parallelize(nn.Linear(2, 2), world_mesh(lat=1), bucket_bytes=bucket_bytes)
 
 
 # -- accumulation -----------------------------------------------------------------------------------------------------
